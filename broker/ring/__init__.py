@@ -1,0 +1,1 @@
+"""The shared-memory mailbox between broker and engine."""

@@ -1,0 +1,110 @@
+"""What the scheduler tells a runner, and what the runner gives back. No torch.
+
+A request holds one stable row from admission to its end, preemption included; only its KV blocks come and go. The
+runner keeps device tables indexed by row: token ids by position, sampling parameters, the block table. A plan names
+the rows of one step and carries only what changed. The token sampled for a row in step N is written by the runner
+into the row's token table, so step N+1 can be planned and launched before the host has seen it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.ring.records import Sampling
+
+IntArray = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """State of a row that a request takes over; written before the step runs.
+
+    token_ids: int32 [L], the prompt and any output of earlier attempts. The first token to be sampled has position L.
+    stop_token_ids may not be sampled at positions below min_position (min_tokens).
+    """
+
+    row: int
+    token_ids: IntArray
+    num_prompt_tokens: int
+    sampling: Sampling
+    stop_token_ids: IntArray
+    min_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. R rows; the first num_decode rows compute one token each and sample; the rest are prompt chunks.
+
+    rows int32 [R]: row numbers. num_computed int32 [R]: tokens whose KV is in the cache before the step.
+    num_new int32 [R]: tokens to compute, at positions num_computed .. num_computed + num_new - 1. sample bool [R]: the
+    row's last position yields a token, written at position num_computed + num_new.
+    block_rows, block_cols, block_ids int32 [D]: changed block table entries, applied before the step.
+    """
+
+    step_id: int
+    new_rows: tuple[NewRow, ...]
+    block_rows: IntArray
+    block_cols: IntArray
+    block_ids: IntArray
+    rows: IntArray
+    num_computed: IntArray
+    num_new: IntArray
+    sample: BoolArray
+    num_decode: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens of one step, in the order of the plan's rows with sample set.
+
+    token_ids int32 [S]. bad bool [S]: the row's logits were not finite, its token means nothing.
+    """
+
+    step_id: int
+    token_ids: IntArray
+    bad: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """Facts of a loaded model and its cache, fixed once the runner is ready."""
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int  # blocks 0 .. num_blocks - 1 may be handed out; a runner keeps any dummy block beyond them
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    load_s: float
+    weight_bytes: int
+    kv_bytes: int
+    quantization: str = "none"
+
+
+class Runner(Protocol):
+    """Executes plans. Synchronous runners do the work in `launch`; asynchronous ones only enqueue it there."""
+
+    info: RunnerInfo
+    is_async: bool  # True: the loop launches step N+1 before it collects step N
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start one step. At most two steps are in flight; `collect` is called once for each, in order."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight and return its tokens."""
+        ...
+
+    def close(self) -> None:
+        """Free device memory and threads."""
+        ...

@@ -1,0 +1,1 @@
+"""Triton kernels, each with its torch reference in the same file. Imports torch and triton only."""

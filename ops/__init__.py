@@ -1,0 +1,1 @@
+"""Running a worker: command line, settings, supervisor, health, scripts."""
