@@ -1,0 +1,235 @@
+"""What the broker's actors say to each other. All messages are frozen; names say what is asked or what happened.
+
+The way of a job: a door parses it and sends `Prepare` to text, gets `Prepared` or `PrepareFailed`, fences it where the
+door is Redis, and sends `Submit` to the ledger. The ledger asks the queue when to run it and the engine link to run
+it. Each engine step comes back as one `Publish` per door, with one event per job that got tokens. A job ends in exactly
+one `Done` or `Failed` event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.ring.records import Sampling
+from tokenbus.errors import TokenbusError
+from tokenbus.request import JobRequest
+
+IntArray = npt.NDArray[np.int32]
+
+
+class Address(Protocol):
+    """Where messages for an actor go. `tell` never blocks; False means the mailbox is full and nothing was kept."""
+
+    def tell(self, message: object) -> bool:
+        """Put one message into the actor's mailbox."""
+        ...
+
+
+# ---------------------------------------------------------------- to text
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Turn a request into token ids and resolved numbers. The answer goes to `reply_to`."""
+
+    request: JobRequest
+    reply_to: Address
+    context: object = None  # comes back untouched: the door's own handle (peer, entry id)
+
+
+# ---------------------------------------------------------------- text -> door
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request with its prompt as int32 [P] ids, defaults resolved and everything checked against the model."""
+
+    request: JobRequest
+    prompt_ids: IntArray
+    sampling: Sampling  # seed is 0 where the request has none; the ledger or the Redis fence draws it
+    stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless ignore_eos
+    max_tokens: int
+    min_tokens: int
+    context: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareFailed:
+    """The request cannot run; `error` names the field."""
+
+    request: JobRequest
+    error: TokenbusError
+    context: object = None
+
+
+# ---------------------------------------------------------------- door -> ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Run this job and publish to `door`.
+
+    prefix_ids: output tokens that earlier attempts published (seqs 1..len); the run continues at the next seq.
+    seed: fixed for the life of the job. deadline_ns: CLOCK_MONOTONIC, or None.
+    """
+
+    prepared: Prepared
+    door: Address
+    attempt: int
+    seed: int
+    prefix_ids: tuple[int, ...] = ()
+    deadline_ns: int | None = None
+    solo: bool = False  # a suspect after a crash elsewhere: runs alone
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End the job with `Done(reason)`; unknown jobs are ignored by the ledger (doors answer not_found)."""
+
+    job: str
+    reason: str = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget the job without any event: another worker owns it now (fenced), or it is released on drain."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Stop generating for this job until `Unpause`: its reader is too slow."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unpause:
+    """Inverse of `Pause`."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no new jobs. Running ones finish until drain_ms is over; then the ledger sends `Released` to the doors."""
+
+    drain_ms: int
+
+
+# ---------------------------------------------------------------- ledger -> door
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The job is in the ledger and will end in exactly one terminal event."""
+
+    job: str
+    attempt: int
+    seed: int
+    prompt_tokens: int
+    queue_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The job is not in the ledger: queue full, draining, or the id is taken. No further event follows."""
+
+    job: str
+    error: TokenbusError
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Output tokens of one job. seq: of the first id; the last one's is seq + len(ids) - 1. text is valid UTF-8.
+
+    The text after N tokens depends on those N ids only, so an attempt that continues from a log repeats nothing.
+    """
+
+    job: str
+    attempt: int
+    seq: int
+    ids: Sequence[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts and durations of a finished job, in tokens and milliseconds."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_ms: float
+    ttft_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The job's end. seq: of its last token (0 if none). text: what was held back for a stop string and is now free.
+
+    reason: stop, length, cancelled or deadline. crc: CRC-32 over all output ids as little-endian int32.
+    """
+
+    job: str
+    attempt: int
+    seq: int
+    reason: str
+    text: str
+    usage: Usage
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job's end by error. seq as in `Done`."""
+
+    job: str
+    attempt: int
+    seq: int
+    error: TokenbusError
+    dead: bool = False  # to the dead stream (Redis): the job must not be tried again
+
+
+Event = Tokens | Done | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """All events of one engine step (or one housekeeping pass) for one door, in order."""
+
+    events: Sequence[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Jobs given up on drain without a terminal event; the Redis door hands them back uncounted."""
+
+    jobs: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many more jobs the ledger wants from the Redis door now (0: leave them in the stream)."""
+
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """Sent to doors on every change and each second.
+
+    progress: step counter that grows while the engine's loop lives, working or idle; leases are renewed only while it
+    grows. suspects: jobs that were in the engine when it died (empty otherwise).
+    """
+
+    ready: bool
+    progress: int
+    suspects: Sequence[str] = ()
