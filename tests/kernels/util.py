@@ -1,0 +1,30 @@
+"""Shared by the kernel tests: device, data types, error measures."""
+
+from __future__ import annotations
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IS_NATIVE = DEVICE == "cuda"
+DTYPES = (
+    [torch.float32, torch.float16, torch.bfloat16] if IS_NATIVE else [torch.float32, torch.float16]
+)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+"""Largest relative error, by data type, of one kernel against float64 on the same inputs."""
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """||out - expected|| / ||expected|| in float64; with a NaN anywhere it is NaN."""
+    difference = out.double().cpu() - expected.double().cpu()
+    return float(difference.norm() / expected.double().cpu().norm().clamp_min(1e-30))
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of NaN: an element that a kernel forgets to write stays visible."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Normal values, the same on every device, rounded to dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
