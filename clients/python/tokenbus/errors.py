@@ -1,7 +1,8 @@
-"""Errors a job can end in, and errors a client can raise: one tree, one class a failure, each with its wire code.
+"""Errors a job can end in, and errors a client can raise: one tree, one class a failure, each with
+its wire code.
 
-The code travels on both doors (`ERROR`/`REJECTED` on ZeroMQ, `event=error` on Redis); `from_wire` turns it back into
-the same class on the client's side.
+The code travels on both doors (`ERROR`/`REJECTED` on ZeroMQ, `event=error` on Redis); `from_wire`
+turns it back into the same class on the client's side.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import ClassVar
 class TokenbusError(Exception):
     """Base of everything tokenbus raises on purpose.
 
-    code: the wire word. retry: whether the same job may succeed later. field: the request field at fault, or "".
-    retry_ms: how long to wait first, where the worker can say.
+    code: the wire word. retry: whether the same job may succeed later. field: the request field at
+    fault, or "". retry_ms: how long to wait first, where the worker can say.
     """
 
     code: ClassVar[str] = "internal"
@@ -27,7 +28,9 @@ class TokenbusError(Exception):
 
 
 class InvalidField(TokenbusError):
-    """A request field has the wrong type or is out of range; `field` is its path, such as `messages[2].role`."""
+    """A request field has the wrong type or is out of range; `field` is its path, such as
+    `messages[2].role`.
+    """
 
     code = "invalid"
 
@@ -144,18 +147,20 @@ class Internal(TokenbusError):
     code = "internal"
 
 
-_CLASSES: dict[str, type[TokenbusError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidField, BadFrame, VersionMismatch, Unsupported, TooLarge, TooLong, UnknownModel, UnknownQueue,
-        UnknownJob, Conflict, Gone, Busy, Draining, EngineLost, Poisoned, NonFinite, BusUnavailable, ProtocolError,
-        Internal,
-    )
-}  # fmt: skip
+_ALL: tuple[type[TokenbusError], ...] = (
+    InvalidField, BadFrame, VersionMismatch, Unsupported, TooLarge, TooLong, UnknownModel,
+    UnknownQueue, UnknownJob, Conflict, Gone, Busy, Draining, EngineLost, Poisoned, NonFinite,
+    BusUnavailable, ProtocolError, Internal,
+)  # fmt: skip
+_CLASSES: dict[str, type[TokenbusError]] = {cls.code: cls for cls in _ALL}
 
 
-def from_wire(code: str, message: str, *, field: str = "", retry_ms: int | None = None) -> TokenbusError:
-    """The exception for a wire code; an unknown code becomes `Internal` with the code in its message."""
+def from_wire(
+    code: str, message: str, *, field: str = "", retry_ms: int | None = None
+) -> TokenbusError:
+    """The exception for a wire code; an unknown code becomes `Internal` with the code in its
+    message.
+    """
     cls = _CLASSES.get(code)
     if cls is None:
         return Internal(f"{code}: {message}", field=field, retry_ms=retry_ms)

@@ -1,6 +1,7 @@
 """A job as a value: what the caller wants, before any worker saw it.
 
-Knows field names, types and ranges (see `parse.py` for reading untrusted input); knows no model, no door.
+Knows field names, types and ranges (see `parse.py` for reading untrusted input); knows no model, no
+door.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ MAX_SEED = 2**53 - 1  # the largest integer every language's numbers hold exactl
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to end. None means: the model's own default (generation_config.json).
+    """How tokens are chosen and when to end. None means: the model's own default
+    (generation_config.json).
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filter off. stop strings are cut from the text;
-    stop_token_ids end the job and are part of `ids`. max_tokens counts output tokens; None fills the model's length
-    up to a worker's default.
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filter off. stop strings are
+    cut from the text; stop_token_ids end the job and are part of `ids`. max_tokens counts output
+    tokens; None fills the model's length up to a worker's default.
     """
 
     max_tokens: int | None = None
@@ -42,8 +44,10 @@ class SamplingParams:
 class JobRequest:
     """One job. Exactly one of prompt, messages and input_ids is set.
 
-    job: the caller's id, 1-128 characters of [A-Za-z0-9._:-]. deadline_ms: remaining time from receipt (ZeroMQ) or
-    from the entry's server time (Redis). model: None accepts whatever the queue serves.
+    job: the caller's id, 1-128 characters of [A-Za-z0-9._:-]. deadline_ms: remaining time from
+    receipt (ZeroMQ) or from the entry's server time (Redis). model: None accepts whatever the queue
+    serves. have: output ids of a lost attempt that the caller already holds (seqs 1..n); the run
+    continues at seq n + 1 and needs the same seed again.
     """
 
     job: str
@@ -57,3 +61,4 @@ class JobRequest:
     idempotency_key: str | None = None
     durable: bool = False
     model: str | None = None
+    have: tuple[int, ...] = ()
