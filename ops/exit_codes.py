@@ -1,4 +1,4 @@
-"""Exit codes of the command line, each with its reason. They are part of the interface: scripts branch on them."""
+"""Exit codes of the command line, each with its reason. Scripts branch on them."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 bash "$root/ops/setup.sh"
 cd "$root"
-.venv/bin/python -m ops.models fetch smollm2-135m >&2
+.venv/bin/tokenbus model fetch smollm2-135m >&2
 
 # Two test processes on two cores: one thread of torch in each, or their threads wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
