@@ -18,7 +18,7 @@ class TokenbusError(Exception):
     """
 
     code: ClassVar[str] = "internal"
-    retry: ClassVar[bool] = False
+    retry: bool = False
 
     def __init__(self, message: str, *, field: str = "", retry_ms: int | None = None) -> None:
         super().__init__(message)
@@ -156,12 +156,23 @@ _CLASSES: dict[str, type[TokenbusError]] = {cls.code: cls for cls in _ALL}
 
 
 def from_wire(
-    code: str, message: str, *, field: str = "", retry_ms: int | None = None
+    code: str,
+    message: str,
+    *,
+    field: str = "",
+    retry: bool | None = None,
+    retry_ms: int | None = None,
 ) -> TokenbusError:
-    """The exception for a wire code; an unknown code becomes `Internal` with the code in its
+    """The exception for a wire code. An unknown code becomes `Internal` with the code in its
     message.
+
+    retry: what the peer said, where it said so; it wins over the class's own.
     """
     cls = _CLASSES.get(code)
     if cls is None:
-        return Internal(f"{code}: {message}", field=field, retry_ms=retry_ms)
-    return cls(message, field=field, retry_ms=retry_ms)
+        error: TokenbusError = Internal(f"{code}: {message}", field=field, retry_ms=retry_ms)
+    else:
+        error = cls(message, field=field, retry_ms=retry_ms)
+    if retry is not None:
+        error.retry = retry
+    return error
