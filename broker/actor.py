@@ -15,7 +15,8 @@ Knows mailboxes, periodic work and crashes; knows no job and no socket. How to w
 
         async def stop(self) -> None:           # flush and close; once, in reverse order of start
             ...
- `tell` is safe to call from any code on the loop; it never runs the receiver at once, so an actor
+
+`tell` is safe to call from any code on the loop; it never runs the receiver at once, so an actor
 is never re-entered. Messages wait in the mailbox until the loop's next turn and are then handled in
 one burst, followed by one `after_burst`: the place to flush what the burst produced (one pipeline,
 one message a client). What happens when the mailbox is full is part of the actor's contract
@@ -39,9 +40,8 @@ log = structlog.get_logger("broker.actor")
 
 T = TypeVar("T")
 
-BURST_MESSAGES = (
-    1024  # after so many the loop gets a turn, so that sockets and other actors are served
-)
+# After so many the loop gets a turn, so that sockets and other actors are served.
+BURST_MESSAGES = 1024
 
 
 class Overflow(Enum):
