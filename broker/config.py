@@ -53,7 +53,8 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True)
 class BrokerConfig:
-    """Everything the broker process needs. Paths are resolved; `worker` is unique (host-pid-random)."""
+    """Everything the broker process needs. Paths are resolved; `worker` is unique
+    (host-pid-random)."""
 
     worker: str
     queue: str

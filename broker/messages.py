@@ -1,9 +1,10 @@
-"""What the broker's actors say to each other. All messages are frozen; names say what is asked or what happened.
+"""What the broker's actors say to each other. All messages are frozen; names say what is asked or
+what happened.
 
-The way of a job: a door parses it and sends `Prepare` to text, gets `Prepared` or `PrepareFailed`, fences it where the
-door is Redis, and sends `Submit` to the ledger. The ledger asks the queue when to run it and the engine link to run
-it. Each engine step comes back as one `Publish` per door, with one event per job that got tokens. A job ends in exactly
-one `Done` or `Failed` event.
+The way of a job: a door parses it and sends `Prepare` to text, gets `Prepared` or `PrepareFailed`,
+fences it where the door is Redis, and sends `Submit` to the ledger. The ledger asks the queue when
+to run it and the engine link to run it. Each engine step comes back as one `Publish` per door,
+with one event per job that got tokens. A job ends in exactly one `Done` or `Failed` event.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ IntArray = npt.NDArray[np.int32]
 
 
 class Address(Protocol):
-    """Where messages for an actor go. `tell` never blocks; False means the mailbox is full and nothing was kept."""
+    """Where messages for an actor go. `tell` never blocks; False means the mailbox is full and
+    nothing was kept."""
 
     def tell(self, message: object) -> bool:
         """Put one message into the actor's mailbox."""
@@ -47,11 +49,14 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request with its prompt as int32 [P] ids, defaults resolved and everything checked against the model."""
+    """A request with its prompt as int32 [P] ids, defaults resolved and everything checked against
+    the model."""
 
     request: JobRequest
     prompt_ids: IntArray
-    sampling: Sampling  # seed is 0 where the request has none; the ledger or the Redis fence draws it
+    sampling: (
+        Sampling  # seed is 0 where the request has none; the ledger or the Redis fence draws it
+    )
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless ignore_eos
     max_tokens: int
     min_tokens: int
@@ -74,7 +79,8 @@ class PrepareFailed:
 class Submit:
     """Run this job and publish to `door`.
 
-    prefix_ids: output tokens that earlier attempts published (seqs 1..len); the run continues at the next seq.
+    prefix_ids: output tokens that earlier attempts published (seqs 1..len); the run continues at
+    the next seq.
     seed: fixed for the life of the job. deadline_ns: CLOCK_MONOTONIC, or None.
     """
 
@@ -89,7 +95,8 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End the job with `Done(reason)`; unknown jobs are ignored by the ledger (doors answer not_found)."""
+    """End the job with `Done(reason)`; unknown jobs are ignored by the ledger (doors answer
+    not_found)."""
 
     job: str
     reason: str = "cancelled"
@@ -97,7 +104,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget the job without any event: another worker owns it now (fenced), or it is released on drain."""
+    """Forget the job without any event: another worker owns it now (fenced), or it is released on
+    drain."""
 
     job: str
 
@@ -118,7 +126,8 @@ class Unpause:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take no new jobs. Running ones finish until drain_ms is over; then the ledger sends `Released` to the doors."""
+    """Take no new jobs. Running ones finish until drain_ms is over; then the ledger sends
+    `Released` to the doors."""
 
     drain_ms: int
 
@@ -139,7 +148,8 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The job is not in the ledger: queue full, draining, or the id is taken. No further event follows."""
+    """The job is not in the ledger: queue full, draining, or the id is taken. No further event
+    follows."""
 
     job: str
     error: TokenbusError
@@ -147,9 +157,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Output tokens of one job. seq: of the first id; the last one's is seq + len(ids) - 1. text is valid UTF-8.
+    """Output tokens of one job. seq: of the first id; the last one's is seq + len(ids) - 1. text
+    is valid UTF-8.
 
-    The text after N tokens depends on those N ids only, so an attempt that continues from a log repeats nothing.
+    The text after N tokens depends on those N ids only, so an attempt that continues from a log
+    repeats nothing.
     """
 
     job: str
@@ -173,9 +185,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The job's end. seq: of its last token (0 if none). text: what was held back for a stop string and is now free.
+    """The job's end. seq: of its last token (0 if none). text: what was held back for a stop
+    string and is now free.
 
-    reason: stop, length, cancelled or deadline. crc: CRC-32 over all output ids as little-endian int32.
+    reason: stop, length, cancelled or deadline. crc: CRC-32 over all output ids as little-endian
+    int32.
     """
 
     job: str
@@ -226,8 +240,9 @@ class Capacity:
 class EngineState:
     """Sent to doors on every change and each second.
 
-    progress: step counter that grows while the engine's loop lives, working or idle; leases are renewed only while it
-    grows. suspects: jobs that were in the engine when it died (empty otherwise).
+    progress: step counter that grows while the engine's loop lives, working or idle; leases are
+    renewed only while it grows. suspects: jobs that were in the engine when it died (empty
+    otherwise).
     """
 
     ready: bool

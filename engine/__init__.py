@@ -1,1 +1,2 @@
-"""The engine side of a worker: one thread, one loop; scheduler, KV cache, runner, models, loaders."""
+"""The engine side of a worker: one thread, one loop; scheduler, KV cache, runner, models,
+loaders."""

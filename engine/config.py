@@ -9,10 +9,12 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """A model without weights for bus and chaos tests: a fixed token function and a settable step time.
+    """A model without weights for bus and chaos tests: a fixed token function and a settable step
+    time.
 
-    crash_token: the process kills itself with SIGKILL when a prompt contains this id. hang_token: the step loop sleeps
-    for ever when a prompt contains it. nan_token: the row's logits count as not finite.
+    crash_token: the process kills itself with SIGKILL when a prompt contains this id. hang_token:
+    the step loop sleeps for ever when a prompt contains it. nan_token: the row's logits count as
+    not finite.
     """
 
     vocab_size: int = 512
@@ -27,13 +29,16 @@ class FakeModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine process needs. `model_path` is a directory or a .gguf file, already resolved."""
+    """Everything the engine process needs. `model_path` is a directory or a .gguf file, already
+    resolved."""
 
     model_path: str = ""
     model_name: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["auto", "none"] = "auto"  # auto: packed CPU weights where the checkpoint is quantized
+    quantization: Literal["auto", "none"] = (
+        "auto"  # auto: packed CPU weights where the checkpoint is quantized
+    )
     load_format: Literal["auto", "dummy"] = "auto"
     max_num_seqs: int = 0  # 0: chosen by device (16 on the CPU, 256 on a GPU)
     max_num_batched_tokens: int = 0  # 0: chosen by device

@@ -1,9 +1,11 @@
 """What the scheduler tells a runner, and what the runner gives back. No torch.
 
-A request holds one stable row from admission to its end, preemption included; only its KV blocks come and go. The
-runner keeps device tables indexed by row: token ids by position, sampling parameters, the block table. A plan names
-the rows of one step and carries only what changed. The token sampled for a row in step N is written by the runner
-into the row's token table, so step N+1 can be planned and launched before the host has seen it.
+A request holds one stable row from admission to its end, preemption included; only its KV blocks
+come and go. The
+runner keeps device tables indexed by row: token ids by position, sampling parameters, the block
+table. A plan names the rows of one step and carries only what changed. The token sampled for a row
+in step N is written by the runner into the row's token table, so step N+1 can be planned and
+launched before the host has seen it.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ BoolArray = npt.NDArray[np.bool_]
 class NewRow:
     """State of a row that a request takes over; written before the step runs.
 
-    token_ids: int32 [L], the prompt and any output of earlier attempts. The first token to be sampled has position L.
-    stop_token_ids may not be sampled at positions below min_position (min_tokens).
+    token_ids: int32 [L], the prompt and any output of earlier attempts. The first token to be
+    sampled has position L. stop_token_ids may not be sampled at positions below min_position
+    (min_tokens).
     """
 
     row: int
@@ -38,12 +41,14 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. R rows; the first num_decode rows compute one token each and sample; the rest are prompt chunks.
+    """One step. R rows; the first num_decode rows compute one token each and sample; the rest are
+    prompt chunks.
 
-    rows int32 [R]: row numbers. num_computed int32 [R]: tokens whose KV is in the cache before the step.
-    num_new int32 [R]: tokens to compute, at positions num_computed .. num_computed + num_new - 1. sample bool [R]: the
-    row's last position yields a token, written at position num_computed + num_new.
-    block_rows, block_cols, block_ids int32 [D]: changed block table entries, applied before the step.
+    rows int32 [R]: row numbers. num_computed int32 [R]: tokens whose KV is in the cache before the
+    step. num_new int32 [R]: tokens to compute, at positions num_computed .. num_computed + num_new
+    - 1. sample bool [R]: the row's last position yields a token, written at position num_computed
+    + num_new. block_rows, block_cols, block_ids int32 [D]: changed block table entries, applied
+    before the step.
     """
 
     step_id: int
@@ -82,7 +87,7 @@ class RunnerInfo:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     block_size: int
-    num_blocks: int  # blocks 0 .. num_blocks - 1 may be handed out; a runner keeps any dummy block beyond them
+    num_blocks: int  # the scheduler hands out 0 .. num_blocks - 1; a dummy block lies beyond
     max_num_seqs: int
     max_num_batched_tokens: int
     load_s: float
@@ -92,13 +97,15 @@ class RunnerInfo:
 
 
 class Runner(Protocol):
-    """Executes plans. Synchronous runners do the work in `launch`; asynchronous ones only enqueue it there."""
+    """Executes plans. Synchronous runners do the work in `launch`; asynchronous ones only enqueue
+    it there."""
 
     info: RunnerInfo
     is_async: bool  # True: the loop launches step N+1 before it collects step N
 
     def launch(self, plan: StepPlan) -> None:
-        """Start one step. At most two steps are in flight; `collect` is called once for each, in order."""
+        """Start one step. At most two steps are in flight; `collect` is called once for each, in
+        order."""
         ...
 
     def collect(self) -> StepResult:

@@ -1,11 +1,13 @@
 """Records that cross the two rings, as flat little-endian arrays.
 
 Knows the byte layout of every record; knows nothing of rings, sockets or torch. The broker writes
-`Submit`, `RidList` (abort, pause, resume) and `Shutdown` to the request ring; the engine writes `Ready`,
-`Progress`, `StepEvents`, `Reject` and `Stats` to the token ring. Numbers travel as arrays (structure of
-arrays), so a step of 256 rows is decoded with a handful of numpy views and no Python object per token.
+`Submit`, `RidList` (abort, pause, resume) and `Shutdown` to the request ring; the engine writes
+`Ready`, `Progress`, `StepEvents`, `Reject` and `Stats` to the token ring. Numbers travel as arrays
+(structure of arrays), so a step of 256 rows is decoded with a handful of numpy views and no Python
+object per token.
 
-A `rid` names one run of one job inside one engine incarnation: the broker counts it up and never reuses it.
+A `rid` names one run of one job inside one engine incarnation: the broker counts it up and never
+reuses it.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class RecordError(ValueError):
 class Sampling:
     """Numbers the sampler needs for one run. Ranges were checked before they came here.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off; the penalties' neutral values are
-    repetition 1, presence 0 and frequency 0.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off; the penalties'
+    neutral values are repetition 1, presence 0 and frequency 0.
     """
 
     seed: int = 0
@@ -74,10 +76,12 @@ class Sampling:
 class Submit:
     """One run for the engine.
 
-    prompt_ids: int32 [P], P >= 1. prefix_ids: int32 [O], output tokens of earlier attempts, which count against
-    max_tokens and keep their positions. max_tokens >= len(prefix_ids) + 1 counts all output tokens.
-    stop_token_ids: int32 [S], end-of-sequence ids included unless ignore_eos. cache_salt separates tenants in the
-    prefix cache. solo: run alone in the batch (a suspect after a crash). priority: 0 high, 1 normal, 2 low.
+    prompt_ids: int32 [P], P >= 1. prefix_ids: int32 [O], output tokens of earlier attempts, which
+    count against max_tokens and keep their positions. max_tokens >= len(prefix_ids) + 1 counts all
+    output tokens.
+    stop_token_ids: int32 [S], end-of-sequence ids included unless ignore_eos. cache_salt separates
+    tenants in the prefix cache. solo: run alone in the batch (a suspect after a crash). priority:
+    0 high, 1 normal, 2 low.
     """
 
     rid: int
@@ -96,9 +100,10 @@ class Submit:
 class StepEvents:
     """What one engine step produced.
 
-    rids uint64 [N], token_ids int32 [N] (-1: no token, only the end of a run), finish uint8 [N] (`Finish`): one entry a
-    token, in order. started_rids uint64 [M], cached_tokens int32 [M]: runs whose prompt is done and how many prompt
-    tokens the prefix cache gave. Then the load at the end of the step.
+    rids uint64 [N], token_ids int32 [N] (-1: no token, only the end of a run), finish uint8 [N]
+    (`Finish`): one entry a token, in order. started_rids uint64 [M], cached_tokens int32 [M]: runs
+    whose prompt is done and how many prompt tokens the prefix cache gave. Then the load at the end
+    of the step.
     """
 
     step_id: int
@@ -165,7 +170,10 @@ def decode_submit(data: bytes) -> Submit:
     num_prompt, num_prefix, num_stop = f[13], f[14], f[15]
     ids = np.frombuffer(data, dtype="<i4", offset=_SUBMIT.size)
     if len(ids) != num_prompt + num_prefix + num_stop:
-        raise RecordError(f"SUBMIT record carries {len(ids)} ids, header says {num_prompt}+{num_prefix}+{num_stop}")
+        raise RecordError(
+            f"SUBMIT record carries {len(ids)} ids,"
+            f" header says {num_prompt}+{num_prefix}+{num_stop}"
+        )
     return Submit(
         rid=f[0],
         prompt_ids=ids[:num_prompt],
@@ -227,14 +235,17 @@ def encode_step(s: StepEvents) -> bytes:
 
 
 def decode_step(data: bytes) -> StepEvents:
-    """bytes -> `StepEvents` whose arrays are views of `data`. Raises RecordError on a wrong length."""
+    """bytes -> `StepEvents` whose arrays are views of `data`. Raises RecordError on a wrong
+    length."""
     if len(data) < _STEP.size + 4:
         raise RecordError(f"STEP record has {len(data)} bytes, expected at least {_STEP.size + 4}")
     f = _STEP.unpack_from(data)
     n, m = f[2], f[3]
     at = _STEP.size + 4
     if len(data) != at + 13 * n + 12 * m:
-        raise RecordError(f"STEP record has {len(data)} bytes, expected {at + 13 * n + 12 * m} for n={n} m={m}")
+        raise RecordError(
+            f"STEP record has {len(data)} bytes, expected {at + 13 * n + 12 * m} for n={n} m={m}"
+        )
     rids = np.frombuffer(data, "<u8", n, at)
     started = np.frombuffer(data, "<u8", m, at + 8 * n)
     at += 8 * (n + m)
