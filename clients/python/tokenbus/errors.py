@@ -41,6 +41,16 @@ class BadFrame(TokenbusError):
     code = "bad_frame"
 
 
+class NoSession(TokenbusError):
+    """A message came before HELLO on this connection: the worker is new, or the connection is.
+
+    Say HELLO, then RESUME or SUBMIT again.
+    """
+
+    code = "no_session"
+    retry = True
+
+
 class VersionMismatch(TokenbusError):
     """The peer speaks another major version."""
 
@@ -148,7 +158,7 @@ class Internal(TokenbusError):
 
 
 _ALL: tuple[type[TokenbusError], ...] = (
-    InvalidField, BadFrame, VersionMismatch, Unsupported, TooLarge, TooLong, UnknownModel,
+    InvalidField, BadFrame, NoSession, VersionMismatch, Unsupported, TooLarge, TooLong, UnknownModel,
     UnknownQueue, UnknownJob, Conflict, Gone, Busy, Draining, EngineLost, Poisoned, NonFinite,
     BusUnavailable, ProtocolError, Internal,
 )  # fmt: skip
