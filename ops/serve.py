@@ -1,0 +1,192 @@
+"""`tokenbus serve`: put a worker together from the settings, run it, say when it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+import broker
+import tokenbus
+from broker.actor import ActorSystem
+from ops import embedded_redis, worker_files
+from ops.child import ChildSpec
+from ops.exit_codes import CommandError, ExitCode
+from ops.log import configure_logging
+from ops.models import ResolvedModel
+from ops.settings import FAKE_MODEL, Settings, broker_config, engine_config, public_url
+from ops.supervisor import Progress, Ready, Stop, Supervisor, WorkerEvent, unready_reason
+
+log = structlog.get_logger("ops.serve")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def serve(settings: Settings, resolve: Callable[[str], ResolvedModel], *, as_json: bool) -> int:
+    """Run a worker until it is told to stop; the return value is the exit code.
+
+    resolve: from a model's name to its files. as_json: events on stdout as JSON lines.
+    """
+    configure_logging(json=is_json_log(settings), level=settings.log_level)
+    if settings.redis_mode == "none" and settings.zmq == "none":
+        raise CommandError(
+            ExitCode.BAD_SETTING,
+            "redis = none and zmq = none: a worker without a door gets no jobs",
+            "Leave one of them out to take its default.",
+        )
+    if settings.model == FAKE_MODEL:
+        model = ResolvedModel(Path(FAKE_MODEL), FAKE_MODEL)
+    else:
+        model = resolve(settings.model)
+    with ExitStack() as stack:
+        redis = None
+        if settings.redis_mode == "embedded":
+            stack.enter_context(worker_files.data_lock(settings.data_dir))
+            redis = embedded_redis.plan(settings.data_dir)
+        run_dir = stack.enter_context(worker_files.run_directory())
+        stack.callback(worker_files.withdraw, settings.data_dir)
+        worker = Worker(settings, model, run_dir, redis, as_json=as_json)
+        return int(asyncio.run(worker.run()))
+
+
+def is_json_log(settings: Settings) -> bool:
+    """Whether logs are JSON lines: as set, else unless stderr is a terminal."""
+    if settings.log_format == "auto":
+        return not sys.stderr.isatty()
+    return settings.log_format == "json"
+
+
+class Worker:
+    """The supervisor's surroundings: specs, signals, and what is said on stdout."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: ResolvedModel,
+        run_dir: Path,
+        redis: embedded_redis.RedisPlan | None,
+        *,
+        as_json: bool,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.run_dir = run_dir
+        self.redis = redis
+        self.as_json = as_json
+        if redis is not None:
+            self.redis_url = redis.url
+        elif settings.redis_mode == "url":
+            self.redis_url = settings.redis.get_secret_value()
+        else:
+            self.redis_url = ""
+
+    async def run(self) -> ExitCode:
+        """Until the supervisor has finished, or has crashed."""
+        loop = asyncio.get_running_loop()
+        system = ActorSystem(loop)
+        supervisor = Supervisor(
+            system,
+            self._specs(),
+            drain_s=self.settings.drain_s,
+            on_event=self._on_event,
+            after_start={"redis": self._redis_ready} if self.redis else None,
+        )
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, supervisor.tell, Stop(number.name))
+        system.start()
+        ends: list[asyncio.Future[Any]] = [supervisor.finished, system.crashed]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await system.stop()
+        if supervisor.finished.done():
+            return supervisor.finished.result()
+        return ExitCode.FAILED
+
+    async def _redis_ready(self) -> None:
+        if self.redis is not None:
+            await embedded_redis.wait_ready(self.redis)
+
+    def _specs(self) -> list[ChildSpec]:
+        """The processes in the order of their start."""
+        link = self.run_dir / "link.sock"
+        broker_json = broker_config(
+            self.settings, self.model, worker=self.name, link_path=link, redis_url=self.redis_url
+        ).to_json()
+        engine_json = engine_config(self.settings, self.model).to_json()
+        broker_file = worker_files.write_private(self.run_dir / "broker.json", broker_json)
+        engine_file = worker_files.write_private(self.run_dir / "engine.json", engine_json)
+        # -P: a folder called `engine` in the current directory must not be taken for ours.
+        python = (sys.executable, "-P", "-m")
+        env = {
+            "PYTHONPATH": import_path(),
+            "TOKENBUS_LOG_LEVEL": self.settings.log_level,
+            "TOKENBUS_LOG_FORMAT": "json" if is_json_log(self.settings) else "console",
+        }
+        broker_argv = (*python, "broker", "--config", str(broker_file), "--status-fd")
+        engine_argv = (*python, "engine", "--config", str(engine_file), "--link", str(link))
+        specs = [
+            ChildSpec("broker", (*broker_argv, "{status_fd}"), env=env),
+            ChildSpec("engine", engine_argv, env=env),
+        ]
+        if self.redis is not None:
+            # SIGTERM: it writes its append-only file to the end.
+            specs.insert(0, ChildSpec("redis", self.redis.argv, death_signal=signal.SIGTERM))
+        return specs
+
+    # ------------------------------------------------------------ what the user sees
+
+    def _on_event(self, event: WorkerEvent) -> None:
+        if isinstance(event, Progress):
+            self._on_progress(event)
+            return
+        announcement = self._announcement(event)
+        worker_files.announce(self.settings.data_dir, announcement)
+        said = asdict(announcement) | {"redis": public_url(announcement.redis)}
+        log.info("worker.ready", **said)
+        if self.as_json:
+            name = "ready" if event.is_first else "restarted"
+            print(json.dumps({"event": name, **said}), flush=True)
+        elif event.is_first:
+            print(ready_line(announcement), flush=True)
+
+    def _announcement(self, event: Ready) -> worker_files.Announcement:
+        return worker_files.Announcement(
+            zmq=str(event.data.get("zmq") or ""),
+            redis=self.redis_url,
+            queue=self.settings.queue,
+            model=self.model.name,
+            worker=self.name,
+            pids={"supervisor": os.getpid(), **event.pids},
+        )
+
+    def _on_progress(self, event: Progress) -> None:
+        reason = unready_reason(event.data)
+        if reason:
+            log.warning("worker.not_ready", reason=reason)
+        else:
+            log.debug("worker.progress", **{k: v for k, v in event.data.items() if k != "event"})
+
+
+def ready_line(a: worker_files.Announcement) -> str:
+    """Every address in one line."""
+    doors = [f"zmq {a.zmq}"] if a.zmq else []
+    doors += [f"redis {public_url(a.redis)}"] if a.redis else []
+    pids = ", ".join(f"{name} {pid}" for name, pid in a.pids.items())
+    return f"ready: model {a.model} · queue {a.queue} · {' · '.join(doors)} · pids {pids}"
+
+
+def import_path() -> str:
+    """PYTHONPATH under which a child finds the packages that this process runs."""
+    roots = [Path(str(module.__file__)).parent.parent for module in (broker, tokenbus)]
+    return os.pathsep.join(dict.fromkeys(str(root) for root in roots))
