@@ -1,0 +1,1 @@
+"""CPU runner: the engine's plans executed with torch operators."""

@@ -1,0 +1,111 @@
+"""A Hugging Face directory's *.safetensors -> merged `ModelWeights`.
+
+Files are memory-mapped; each tensor is copied once, straight into its rows of the merged parameter,
+in file order.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.loader.report import LoadedModel, LoadProgress, ProgressCallback, no_progress
+from engine.loader.sources import Target, hf_targets, is_ignorable_hf
+from engine.model.errors import CheckpointError, TensorMismatchError
+from engine.model.hf_config import read_hf_spec
+from engine.model.spec import ModelSpec
+from engine.model.weights import Matrix, assemble, named_shapes
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def load_safetensors(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: ProgressCallback = no_progress,
+) -> LoadedModel:
+    """Read config.json and all tensors; parameters end up on `device` in `dtype`.
+
+    Raises the errors of `read_hf_spec`, TensorMismatchError if tensors are missing or unexpected,
+    CheckpointError for a wrong shape or a damaged or absent file.
+    """
+    started = time.perf_counter()
+    spec = read_hf_spec(directory)
+    shards = shard_paths(directory)
+    targets = hf_targets(spec)
+    _check_names(shards, targets, spec)
+    merged = {
+        name: torch.empty(shape, dtype=dtype, device=device) for name, shape in named_shapes(spec)
+    }
+    total_bytes = sum(path.stat().st_size for path in shards)
+    done_bytes = 0
+    for name, tensor in _tensors(shards, targets):
+        target = targets[name]
+        if tuple(tensor.shape) != target.shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)}, the configuration implies {target.shape}"
+            )
+        rows = merged[target.name][target.row : target.row + target.shape[0]]
+        rows.copy_(tensor)
+        done_bytes += tensor.numel() * tensor.element_size()
+        progress(LoadProgress(done_bytes, total_bytes))
+    progress(LoadProgress(total_bytes, total_bytes))
+    parameters: dict[str, Matrix] = dict(merged)
+    return LoadedModel(spec, assemble(spec, parameters), done_bytes, time.perf_counter() - started)
+
+
+def shard_paths(directory: Path) -> list[Path]:
+    """The checkpoint's files, from the index if there is one.
+
+    Raises CheckpointError if one is absent.
+    """
+    index = directory / _INDEX
+    if index.exists():
+        try:
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is no safetensors index: {error!r}") from error
+        paths = [directory / name for name in names]
+    else:
+        paths = [directory / _SINGLE]
+    for path in paths:
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist")
+    return paths
+
+
+def _check_names(shards: list[Path], targets: Mapping[str, Target], spec: ModelSpec) -> None:
+    found: set[str] = set()
+    for path in shards:
+        with _open(path) as shard:
+            found.update(shard.keys())
+    unexpected = {name for name in found - targets.keys() if not is_ignorable_hf(name, spec)}
+    missing = targets.keys() - found
+    if missing or unexpected:
+        raise TensorMismatchError(missing, unexpected)
+
+
+def _tensors(
+    shards: list[Path], targets: Mapping[str, Target]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in shards:
+        with _open(path) as shard:
+            for name in shard.offset_keys():
+                if name in targets:
+                    yield name, shard.get_tensor(name)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error

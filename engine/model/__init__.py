@@ -1,0 +1,1 @@
+"""Model facts and weight containers, independent of device and checkpoint format."""
