@@ -1,0 +1,123 @@
+"""A request -> `Prepared`: prompt ids, resolved numbers, every check against the model.
+
+Pure functions of the request, the model and its limits; they raise a typed error naming the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from broker.messages import IntArray, Prepared
+from broker.ring.records import Sampling
+from broker.text.model import TextModel
+from tokenbus.errors import InvalidField, TooLong, UnknownModel, Unsupported
+from tokenbus.request import JobRequest, SamplingParams
+
+GREEDY_BELOW = 1e-5  # temperatures under it count as 0
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine said when it became ready; before that, what the model's files say."""
+
+    vocab_size: int
+    max_model_len: int
+    default_max_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+def prompt_size(request: JobRequest) -> int:
+    """Characters to be tokenized: the measure of how long that takes. 0 for ids."""
+    if request.prompt is not None:
+        return len(request.prompt)
+    return sum(len(m["content"]) for m in request.messages or ())
+
+
+def encode_prompt(request: JobRequest, model: TextModel) -> IntArray:
+    """Prompt ids int32 [P]. Safe to run in a thread."""
+    if request.prompt is not None:
+        return model.encoder.encode(request.prompt, add_special_tokens=True)
+    if request.messages is not None:
+        if model.chat is None:
+            raise Unsupported("messages: the model has no chat template", field="messages")
+        text = model.chat.render(request.messages)
+        return model.encoder.encode(text, add_special_tokens=False)
+    return np.array(request.input_ids or (), dtype=np.int32)
+
+
+def resolve(
+    request: JobRequest, prompt_ids: IntArray, model: TextModel, limits: Limits, context: object
+) -> Prepared:
+    """Check ids and lengths, fill in defaults. Raises a TokenbusError naming the field."""
+    field = _prompt_field(request)
+    _check_ids(field, prompt_ids, limits.vocab_size)
+    _check_ids("stop_token_ids", request.params.stop_token_ids, limits.vocab_size)
+    _check_ids("have", request.have, limits.vocab_size)
+    room = limits.max_model_len - len(prompt_ids)
+    if len(prompt_ids) == 0:
+        raise InvalidField(f"{field}: has no tokens", field=field)
+    if room < 1:
+        message = f"{field}: {len(prompt_ids)} tokens, the model takes {limits.max_model_len - 1}"
+        raise TooLong(f"{message} and needs room for one more", field=field)
+    params = request.params
+    wanted = params.max_tokens
+    if wanted is None:
+        wanted = max(limits.default_max_tokens, params.min_tokens)
+    stop_ids = dict.fromkeys(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids.update(dict.fromkeys(limits.eos_token_ids))
+    max_tokens = min(wanted, room)
+    return Prepared(
+        request=request,
+        prompt_ids=prompt_ids,
+        sampling=_sampling(params, model, limits.vocab_size),
+        stop_token_ids=tuple(stop_ids),
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_tokens, max_tokens),
+        context=context,
+    )
+
+
+def check_model(request: JobRequest, model_name: str) -> None:
+    """Raises UnknownModel if the request names another model."""
+    if request.model is not None and request.model != model_name:
+        message = f"model: {request.model!r} is not served here, {model_name!r} is"
+        raise UnknownModel(message, field="model")
+
+
+def _prompt_field(request: JobRequest) -> str:
+    if request.prompt is not None:
+        return "prompt"
+    return "messages" if request.messages is not None else "input_ids"
+
+
+def _check_ids(field: str, ids: Sequence[int] | IntArray, vocab_size: int) -> None:
+    if len(ids) == 0:
+        return
+    array = np.asarray(ids, dtype=np.int64)
+    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(bad):
+        path = f"{field}[{bad[0]}]"
+        message = f"{path}: token id {array[bad[0]]} is not in 0..{vocab_size - 1}"
+        raise InvalidField(message, field=path)
+
+
+def _sampling(params: SamplingParams, model: TextModel, vocab_size: int) -> Sampling:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(params, name)
+        if value is not None and value != neutral:
+            message = f"{name}: penalties are not supported by this worker yet"
+            raise Unsupported(message, field=name)
+    defaults = model.defaults
+    temperature = defaults.temperature if params.temperature is None else params.temperature
+    return Sampling(
+        seed=params.seed or 0,
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        top_p=defaults.top_p if params.top_p is None else params.top_p,
+        min_p=defaults.min_p if params.min_p is None else params.min_p,
+        top_k=min(defaults.top_k if params.top_k is None else params.top_k, vocab_size),
+    )
