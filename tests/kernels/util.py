@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from triton.runtime import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IS_NATIVE = DEVICE == "cuda"
@@ -28,3 +31,17 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
     """Normal values, the same on every device, rounded to dtype."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def _let_numpy_2_4_index_by_scalars() -> None:
+    """Triton 3.6's interpreter calls int() on arrays of one element, which NumPy 2.4 refuses."""
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+_let_numpy_2_4_index_by_scalars()

@@ -1,0 +1,158 @@
+"""The work list of decode attention, built on the device once per step from the sequence lengths.
+
+The context of a row is cut into tiles of fixed length, and tiles into groups of GROUP_TILES, both counted from
+position 0. A row's result is always the same nested fold: tiles into groups, groups into the row, in order. What
+varies with the load is only how much of that fold one work item does: one tile (few rows: use every
+multiprocessor), one group, or the whole row (many rows: no partial results). So the numbers do not depend on the
+batch, and the choice is made here, on the device, where the lengths are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.pdl import pdl_begin, pdl_options
+
+GROUP_TILES = 8
+"""Tiles in one group of the fold. Part of the numerics: changing it changes low bits."""
+
+NUM_COUNTS = 4
+"""int32 fields of DecodePlan.counts: number of items, then three unused to keep the row 16 bytes wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Device buffers of a work list; allocated once per batch bucket, refilled every step.
+
+    items int32 [max_items, 4]: batch entry, first tile, end tile, slot of the partial result (-1: writes the output).
+    counts int32 [4]: number of items, then unused. entries int32 [B, 4]: first slot, number of items, first tile,
+    tiles per item. tile_tokens: length of a tile. num_programs: programs of the attention kernel.
+    max_slots: partial results that the workspace holds; it also bounds max_items.
+    """
+
+    items: torch.Tensor
+    counts: torch.Tensor
+    entries: torch.Tensor
+    tile_tokens: int
+    num_programs: int
+    max_slots: int
+
+
+def new_decode_plan(
+    batch_size: int, tile_tokens: int, num_programs: int, max_slots: int, device: torch.device
+) -> DecodePlan:
+    """Allocate the buffers of a plan for at most batch_size entries."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+    return DecodePlan(
+        items=zeros(max_slots + batch_size, 4),
+        counts=zeros(NUM_COUNTS),
+        entries=zeros(batch_size, 4),
+        tile_tokens=tile_tokens,
+        num_programs=num_programs,
+        max_slots=max_slots,
+    )
+
+
+@triton.jit
+def _plan_kernel(
+    items_ptr,
+    counts_ptr,
+    entries_ptr,
+    seq_len_ptr,
+    batch_size,
+    num_kv_heads,
+    num_programs,
+    max_slots,
+    window,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per entry. Each reads all lengths, agrees on the granularity and writes its own items."""
+    entry = tl.program_id(0)
+    entries = tl.arange(0, BLOCK_B)
+    pdl_begin(PDL)
+    seq_lens = tl.load(seq_len_ptr + entries, mask=entries < batch_size, other=0)
+    ends = (seq_lens + TILE - 1) // TILE
+    begins = tl.where(window > 0, tl.maximum(seq_lens - window, 0) // TILE, 0)
+    tiles = ends - begins
+    groups = tl.where(tiles > 0, (ends + GROUP - 1) // GROUP - begins // GROUP, 0)
+    total_tiles = tl.sum(tiles, axis=0)
+    total_groups = tl.sum(groups, axis=0)
+    share = total_tiles * num_kv_heads // num_programs
+    per_item = GROUP
+    if (total_tiles * num_kv_heads <= 2 * num_programs) & (total_tiles <= max_slots):
+        per_item = 1
+    elif (share >= 3 * tl.max(tiles, axis=0)) | (total_groups > max_slots):
+        per_item = 1 << 20  # more tiles than any row has
+    counts = tl.where(tiles > 0, (ends + per_item - 1) // per_item - begins // per_item, 0)
+    # Full-size items come first, each row's last one after all of them: short items fill the tail.
+    heads = tl.maximum(counts - 1, 0)
+    head_before = tl.sum(tl.where(entries < entry, heads, 0), axis=0)
+    tail_before = tl.sum(tl.where((entries < entry) & (counts > 0), 1, 0), axis=0)
+    slot_before = tl.sum(tl.where((entries < entry) & (counts > 1), counts, 0), axis=0)
+    total_heads = tl.sum(heads, axis=0)
+    is_own = entries == entry
+    count = tl.sum(tl.where(is_own, counts, 0), axis=0)
+    begin = tl.sum(tl.where(is_own, begins, 0), axis=0)
+    end = tl.sum(tl.where(is_own, ends, 0), axis=0)
+    if entry == 0:
+        tl.store(counts_ptr, total_heads + tl.sum(tl.where(counts > 0, 1, 0), axis=0))
+    tl.store(entries_ptr + entry * 4, slot_before)
+    tl.store(entries_ptr + entry * 4 + 1, count)
+    tl.store(entries_ptr + entry * 4 + 2, begin)
+    tl.store(entries_ptr + entry * 4 + 3, per_item)
+    for first in range(0, count, 128):
+        index = first + tl.arange(0, 128)
+        mask = index < count
+        at = tl.where(index == count - 1, total_heads + tail_before, head_before + index)
+        item_begin = tl.maximum((begin // per_item + index) * per_item, begin)
+        item_end = tl.minimum((begin // per_item + index + 1) * per_item, end)
+        tl.store(items_ptr + at * 4, tl.zeros([128], tl.int32) + entry, mask=mask)
+        tl.store(items_ptr + at * 4 + 1, item_begin, mask=mask)
+        tl.store(items_ptr + at * 4 + 2, item_end, mask=mask)
+        tl.store(items_ptr + at * 4 + 3, tl.where(count > 1, slot_before + index, -1), mask=mask)
+
+
+def plan_decode(
+    plan: DecodePlan,
+    seq_lens: torch.Tensor,
+    num_kv_heads: int,
+    window: int = 0,
+    pdl: bool = False,
+) -> None:
+    """Fill the work list for this step's lengths; once per step and window size, not per layer.
+
+    Args:
+        plan: buffers; items, counts and entries are written.
+        seq_lens: int32 [B], tokens of each entry including the one being decoded; 0 for padding.
+        num_kv_heads: kv heads of the attention calls that will use it.
+        window: sliding window in tokens (the query's own included); 0: none.
+        pdl: launch while the kernel before still runs.
+    """
+    batch_size = seq_lens.shape[0]
+    block = max(triton.next_power_of_2(batch_size), 16)
+    _plan_kernel[(batch_size,)](
+        plan.items,
+        plan.counts,
+        plan.entries,
+        seq_lens,
+        batch_size,
+        num_kv_heads,
+        plan.num_programs,
+        plan.max_slots,
+        window,
+        TILE=plan.tile_tokens,
+        GROUP=GROUP_TILES,
+        BLOCK_B=block,
+        num_warps=1 if block <= 64 else 4,
+        **pdl_options(plan.items, pdl),
+    )

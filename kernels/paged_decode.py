@@ -1,0 +1,386 @@
+"""Decode attention over a paged KV cache: one query token per sequence, GQA heads packed into the M of the dot.
+
+A persistent grid walks the work list of kernels/decode_plan.py. A row with one item writes its output directly; of a
+row with several, each item leaves an fp32 partial result and the last one to arrive folds them, always in order of
+position. The fold is the same code wherever it runs, with its multiply-adds written out, so a row's result is bit for
+bit the same in every batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.decode_plan import GROUP_TILES, DecodePlan
+from kernels.pdl import pdl_options
+from kernels.tiles import DecodeTile, decode_tile
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Partial results of rows with several items; shared by all layers, never read before it is written.
+
+    acc float32 [max_slots, HQ, D]; max_sum float32 [max_slots, HQ, 2]: running maximum (base 2) and sum.
+    arrivals int32 [B, HKV]: zero between calls.
+    """
+
+    acc: torch.Tensor
+    max_sum: torch.Tensor
+    arrivals: torch.Tensor
+
+
+def new_decode_workspace(
+    plan: DecodePlan, num_q_heads: int, num_kv_heads: int, head_dim: int
+) -> DecodeWorkspace:
+    """Allocate the workspace that goes with a plan."""
+    device = plan.items.device
+    return DecodeWorkspace(
+        acc=torch.zeros(plan.max_slots, num_q_heads, head_dim, device=device),
+        max_sum=torch.zeros(plan.max_slots, num_q_heads, 2, device=device),
+        arrivals=torch.zeros(plan.entries.shape[0], num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+@triton.jit
+def _fold(m, l, acc, m_next, l_next, acc_next):
+    """Join two partial softmax results in base 2; exact where one of them is empty (m = -inf, l = 0, acc = 0)."""
+    m_new = tl.maximum(m, m_next)
+    reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+    a = tl.exp2(m - reference)
+    b = tl.exp2(m_next - reference)
+    l_new = tl.fma(l, a, l_next * b)
+    a_wide = tl.broadcast_to(a[:, None], acc.shape)
+    acc_new = tl.fma(acc, a_wide, acc_next * b[:, None])
+    return m_new, l_new, acc_new
+
+
+@triton.jit
+def _tile(
+    q,
+    k_ptr,
+    v_ptr,
+    table_at,
+    kv_offset,
+    tile,
+    begin,
+    seq_len,
+    scale_log2,
+    stride_block,
+    stride_token,
+    dims,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """Softmax of q over the keys of one tile: maximum, sum and weighted values."""
+    positions = tile * TILE + tl.arange(0, TILE)
+    is_live = (positions < seq_len) & (positions >= begin)
+    block_ids = tl.load(table_at + positions // BLOCK_SIZE, mask=is_live, other=0).to(tl.int64)
+    offsets = block_ids * stride_block + (positions % BLOCK_SIZE) * stride_token + kv_offset
+    kv_mask = is_live[:, None] & (dims < D)[None, :]
+    k = tl.load(k_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+    v = tl.load(v_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+    s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
+    s = tl.where(is_live[None, :], s, float("-inf"))
+    m = tl.max(s, axis=1)
+    p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
+    l = tl.sum(p, axis=1)
+    acc = tl.dot(p.to(v.dtype), v, input_precision=DOT_PRECISION)
+    return m, l, acc
+
+
+@triton.jit
+def _fold_partials(
+    acc_ptr,
+    max_sum_ptr,
+    entry_at,
+    q_heads,
+    head_mask,
+    dims,
+    NUM_Q: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Fold all partial results of one row, in order of position: tiles into groups, groups into the row."""
+    first_slot = tl.load(entry_at).to(tl.int64)
+    count = tl.load(entry_at + 1)
+    first_tile = tl.load(entry_at + 2)
+    per_item = tl.load(entry_at + 3)
+    items_per_group = tl.maximum(GROUP // per_item, 1)
+    lead = (first_tile // per_item) % items_per_group
+    mask = head_mask[:, None] & (dims < D)[None, :]
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for group_begin in range(-lead, count, items_per_group):
+        m_group = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_group = tl.zeros([BLOCK_M], tl.float32)
+        acc_group = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # A missing item counts as empty, which the fold leaves out exactly.
+        for offset in tl.static_range(GROUP):
+            item = group_begin + offset
+            is_there = (offset < items_per_group) & (item >= 0) & (item < count)
+            at = (first_slot + item) * NUM_Q + q_heads
+            here = head_mask & is_there
+            # Written by other programs during this launch: read past the L1 cache.
+            m_item = tl.load(
+                max_sum_ptr + at * 2, mask=here, other=float("-inf"), cache_modifier=".cg"
+            )
+            l_item = tl.load(max_sum_ptr + at * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
+            acc_item = tl.load(
+                acc_ptr + at[:, None] * D + dims[None, :],
+                mask=mask & is_there,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            m_group, l_group, acc_group = _fold(
+                m_group, l_group, acc_group, m_item, l_item, acc_item
+            )
+        m, l, acc = _fold(m, l, acc, m_group, l_group, acc_group)
+    return m, l, acc
+
+
+@triton.jit
+def _paged_decode_kernel(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    block_table_ptr,
+    row_ptr,
+    seq_len_ptr,
+    items_ptr,
+    counts_ptr,
+    entries_ptr,
+    acc_ptr,
+    max_sum_ptr,
+    arrivals_ptr,
+    scale_log2,
+    window,
+    q_stride,
+    out_stride,
+    table_stride,
+    stride_block,
+    stride_token,
+    NUM_KV: tl.constexpr,
+    GROUP_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    NUM_Q: tl.constexpr = NUM_KV * GROUP_HEADS
+    lanes = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    head_mask = lanes < GROUP_HEADS
+    q_mask = head_mask[:, None] & (dims < D)[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    num_work = tl.load(counts_ptr) * NUM_KV
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        item_at = items_ptr + (work // NUM_KV) * 4
+        kv_head = work % NUM_KV
+        entry = tl.load(item_at)
+        tile_begin = tl.load(item_at + 1)
+        tile_end = tl.load(item_at + 2)
+        slot = tl.load(item_at + 3)
+        seq_len = tl.load(seq_len_ptr + entry)
+        row = tl.load(row_ptr + entry).to(tl.int64)
+        begin = tl.where(window > 0, tl.maximum(seq_len - window, 0), 0)
+        q_heads = kv_head * GROUP_HEADS + lanes
+        row_offsets = q_heads[:, None] * D + dims[None, :]
+        q = tl.load(q_ptr + entry.to(tl.int64) * q_stride + row_offsets, mask=q_mask, other=0.0)
+        table_at = block_table_ptr + row * table_stride
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for group in range(tile_begin // GROUP, (tile_end + GROUP - 1) // GROUP):
+            m_group = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l_group = tl.zeros([BLOCK_M], tl.float32)
+            acc_group = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            first = tl.maximum(tile_begin, group * GROUP)
+            last = tl.minimum(tile_end, group * GROUP + GROUP)
+            for tile in tl.range(first, last, num_stages=STAGES):
+                m_tile, l_tile, acc_tile = _tile(
+                    q,
+                    k_ptr,
+                    v_ptr,
+                    table_at,
+                    kv_head * D,
+                    tile,
+                    begin,
+                    seq_len,
+                    scale_log2,
+                    stride_block,
+                    stride_token,
+                    dims,
+                    BLOCK_SIZE,
+                    TILE,
+                    D,
+                    BLOCK_D,
+                    DOT_PRECISION,
+                )
+                m_group, l_group, acc_group = _fold(
+                    m_group, l_group, acc_group, m_tile, l_tile, acc_tile
+                )
+            m, l, acc = _fold(m, l, acc, m_group, l_group, acc_group)
+        is_final = slot < 0
+        if slot >= 0:
+            at = slot.to(tl.int64) * NUM_Q + q_heads
+            tl.store(max_sum_ptr + at * 2, m, mask=head_mask)
+            tl.store(max_sum_ptr + at * 2 + 1, l, mask=head_mask)
+            tl.store(acc_ptr + at[:, None] * D + dims[None, :], acc, mask=q_mask)
+            tl.debug_barrier()  # all stores of this program before its arrival
+            arrivals_at = arrivals_ptr + entry * NUM_KV + kv_head
+            arrived = tl.atomic_add(arrivals_at, 1, sem="acq_rel") + 1
+            if arrived == tl.load(entries_ptr + entry * 4 + 1):
+                tl.store(arrivals_at, 0)
+                m, l, acc = _fold_partials(
+                    acc_ptr,
+                    max_sum_ptr,
+                    entries_ptr + entry * 4,
+                    q_heads,
+                    head_mask,
+                    dims,
+                    NUM_Q,
+                    D,
+                    GROUP,
+                    BLOCK_M,
+                    BLOCK_D,
+                )
+                is_final = True
+        if is_final:
+            l = tl.where(head_mask, l, 1.0)
+            out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + entry.to(tl.int64) * out_stride + row_offsets, out, mask=q_mask)
+
+
+def paged_decode(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: DecodePlan,
+    workspace: DecodeWorkspace,
+    scale: float,
+    window: int = 0,
+    pdl: bool = False,
+    tile: DecodeTile | None = None,
+) -> None:
+    """out[b] = softmax(q[b] K^T * scale) V over the cached tokens of entry b, for one new token per entry.
+
+    Entries with seq_len 0 are not in the plan: their output is left alone. The new token's k and v must be in the
+    cache. The result of an entry depends on its own tokens only, to the last bit.
+
+    Args:
+        out: [B, HQ, D], last two dimensions contiguous; written.
+        q: [B, HQ, D], last two dimensions contiguous (may be a view of packed qkv rows).
+        k_cache, v_cache: [num_blocks, block_size, HKV, D], contiguous, dtype of q.
+        block_tables: int32 [max rows, max blocks].
+        rows: int32 [B], row of each entry in block_tables.
+        seq_lens: int32 [B], tokens of each entry including the new one; the lengths `plan` was filled for.
+        plan: filled by plan_decode with the same window, and the same tile length.
+        workspace: from new_decode_workspace for this plan.
+        scale: usually D ** -0.5.
+        window: sliding window in tokens, the query's own included; 0: none.
+        pdl: launch while the kernel before still runs.
+        tile: warps and stages; None: from the table. Its length must be the plan's.
+    """
+    _, num_q_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group_heads = num_q_heads // num_kv_heads
+    if tile is None:
+        tile = decode_tile(head_dim, group_heads, q.dtype)
+    if tile.tile_tokens != plan.tile_tokens:
+        raise ValueError(f"plan has tiles of {plan.tile_tokens} tokens, not {tile.tile_tokens}")
+    _paged_decode_kernel[(plan.num_programs,)](
+        out,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        rows,
+        seq_lens,
+        plan.items,
+        plan.counts,
+        plan.entries,
+        workspace.acc,
+        workspace.max_sum,
+        workspace.arrivals,
+        scale * LOG2_E,
+        window,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        NUM_KV=num_kv_heads,
+        GROUP_HEADS=group_heads,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_M=max(16, triton.next_power_of_2(group_heads)),
+        BLOCK_SIZE=block_size,
+        TILE=tile.tile_tokens,
+        GROUP=GROUP_TILES,
+        STAGES=tile.num_stages,
+        DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps,
+        **pdl_options(out, pdl),
+    )
+
+
+def paged_decode_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The same in torch, in `dtype` (float64 for tests); NaN for entries without tokens."""
+    num_q_heads, head_dim = q.shape[1], q.shape[2]
+    group_heads = num_q_heads // k_cache.shape[2]
+    out = torch.full(q.shape, float("nan"), dtype=dtype, device=q.device)
+    for entry, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len == 0:
+            continue
+        k, v = (
+            gather_kv(cache, block_tables[int(rows[entry])], seq_len).to(dtype)
+            for cache in (k_cache, v_cache)
+        )
+        begin = max(seq_len - window, 0) if window > 0 else 0
+        k = k[begin:].repeat_interleave(group_heads, dim=1)
+        v = v[begin:].repeat_interleave(group_heads, dim=1)
+        scores = torch.einsum("hd,khd->hk", q[entry].to(dtype), k) * scale
+        out[entry] = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
+    return out.reshape(-1, num_q_heads, head_dim)
+
+
+def gather_kv(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """The first seq_len tokens of one row out of a paged cache: [seq_len, HKV, D]."""
+    block_size = cache.shape[1]
+    blocks = block_table[: -(-seq_len // block_size)].long()
+    return cache[blocks].flatten(0, 1)[:seq_len]

@@ -1,0 +1,243 @@
+"""Prompt attention: packed new tokens of many sequences against their paged context, cached prefix included.
+
+One program takes BLOCK_Q tokens of one sequence with the whole GQA group of one kv head packed into M, so each key
+tile is read once per group. All keys, the new ones too, come from the cache. Tiles start at position 0 of the
+sequence whatever the chunk, so a token's result does not depend on how its prompt was cut.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.paged_decode import LOG2_E, gather_kv
+from kernels.tiles import PrefillTile, prefill_tile
+
+
+@triton.jit
+def _find_entry(cu_seqlens_ptr, block, batch_size, BLOCK_Q: tl.constexpr):
+    """Entry whose query blocks contain `block`: entry e begins at block cu[e] // BLOCK_Q + e, spare blocks included."""
+    low = 0
+    high = batch_size
+    while low < high:
+        middle = (low + high) // 2
+        begin = tl.load(cu_seqlens_ptr + middle) // BLOCK_Q + middle
+        if begin <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _prefill_kernel(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    block_table_ptr,
+    row_ptr,
+    seq_len_ptr,
+    cu_seqlens_ptr,
+    scale_log2,
+    window,
+    batch_size,
+    q_stride,
+    out_stride,
+    table_stride,
+    stride_block,
+    stride_token,
+    NUM_KV: tl.constexpr,
+    GROUP_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    # Blocks late in a sequence have the most keys: they start first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    entry = _find_entry(cu_seqlens_ptr, block, batch_size, BLOCK_Q)
+    token_begin = tl.load(cu_seqlens_ptr + entry)
+    token_end = tl.load(cu_seqlens_ptr + entry + 1)
+    first = (block - (token_begin // BLOCK_Q + entry)) * BLOCK_Q
+    num_new = token_end - token_begin
+    seq_len = tl.load(seq_len_ptr + entry)
+    if (first >= num_new) | (seq_len == 0):
+        return
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    num_computed = seq_len - num_new
+    lanes = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    dim_mask = dims < D
+    q_index = first + lanes // GROUP_HEADS
+    lane_mask = (lanes < BLOCK_Q * GROUP_HEADS) & (q_index < num_new)
+    q_heads = kv_head * GROUP_HEADS + lanes % GROUP_HEADS
+    q_rows = (token_begin + q_index).to(tl.int64)
+    lane_offsets = q_heads[:, None] * D + dims[None, :]
+    q_mask = lane_mask[:, None] & dim_mask[None, :]
+    q = tl.load(q_ptr + q_rows[:, None] * q_stride + lane_offsets, mask=q_mask, other=0.0)
+    q_positions = num_computed + q_index
+    last_position = num_computed + tl.minimum(first + BLOCK_Q, num_new) - 1
+    key_begin = tl.where(window > 0, tl.maximum(num_computed + first - window + 1, 0), 0)
+    table_at = block_table_ptr + row * table_stride
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    scale_wide = tl.full([BLOCK_M, BLOCK_N], 1.0, tl.float32) * scale_log2
+    # Tiles below `full_end` need no mask unless there is a window.
+    first_tile = key_begin // BLOCK_N
+    end_tile = last_position // BLOCK_N + 1
+    full_end = tl.where(window > 0, first_tile, (num_computed + first + 1) // BLOCK_N)
+    full_end = tl.maximum(full_end, first_tile)
+    for tile in tl.range(first_tile, full_end, num_stages=STAGES):
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        block_ids = tl.load(table_at + keys // BLOCK_SIZE).to(tl.int64)
+        at = block_ids * stride_block + (keys % BLOCK_SIZE) * stride_token + kv_head * D
+        k = tl.load(k_ptr + at[:, None] + dims[None, :], mask=dim_mask[None, :], other=0.0)
+        v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=dim_mask[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
+        m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
+        alpha = tl.exp2(m - m_new)
+        # Multiply-adds are written out: both loops must round alike (see the module's docstring).
+        p = tl.exp2(tl.fma(s, scale_wide, tl.broadcast_to(-m_new[:, None], s.shape)))
+        l = tl.fma(l, alpha, tl.sum(p, axis=1))
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=DOT_PRECISION)
+        m = m_new
+    for tile in tl.range(full_end, end_tile, num_stages=STAGES):
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_mask = keys <= last_position
+        block_ids = tl.load(table_at + keys // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+        at = block_ids * stride_block + (keys % BLOCK_SIZE) * stride_token + kv_head * D
+        kv_mask = key_mask[:, None] & dim_mask[None, :]
+        k = tl.load(k_ptr + at[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+        v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
+        is_seen = keys[None, :] <= q_positions[:, None]
+        if window > 0:
+            is_seen = is_seen & (keys[None, :] > q_positions[:, None] - window)
+        s = tl.where(is_seen, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
+        # A row may see no key of the first tiles of a window: keep -inf out of the differences.
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - reference)
+        p = tl.exp2(tl.fma(s, scale_wide, tl.broadcast_to(-reference[:, None], s.shape)))
+        l = tl.fma(l, alpha, tl.sum(p, axis=1))
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=DOT_PRECISION)
+        m = m_new
+    out = acc / tl.where(lane_mask, l, 1.0)[:, None]
+    out_at = out_ptr + q_rows[:, None] * out_stride + lane_offsets
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def prefill_attention(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    tile: PrefillTile | None = None,
+) -> None:
+    """Causal attention of packed new tokens; entry b owns tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1.
+
+    Entry b's last new token has position seq_lens[b] - 1; positions before its first new token are the cached prefix.
+    Keys and values of the new tokens must be in the cache. Entries with seq_len 0 are padding and write nothing; so
+    do tokens from cu_seqlens_q[R] on. No length is read on the host: the grid is bounded by T and R.
+
+    Args:
+        out: [T, HQ, D], last two dimensions contiguous; written.
+        q: [T, HQ, D], last two dimensions contiguous (may be a view of packed qkv rows).
+        k_cache, v_cache: [num_blocks, block_size, HKV, D], contiguous, dtype of q.
+        block_tables: int32 [max rows, max blocks].
+        rows: int32 [R], row of each entry in block_tables.
+        seq_lens: int32 [R], total tokens of each entry after the step.
+        cu_seqlens_q: int32 [R + 1].
+        scale: usually D ** -0.5.
+        window: sliding window in tokens, the query's own included; 0: none.
+        tile: None: from the table.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group_heads = num_q_heads // num_kv_heads
+    if tile is None:
+        tile = prefill_tile(head_dim, group_heads, q.dtype)
+    block_m = max(tile.block_m, triton.next_power_of_2(group_heads))
+    block_q = block_m // group_heads
+    num_entries = rows.shape[0]
+    grid = (num_tokens // block_q + num_entries, num_kv_heads)
+    _prefill_kernel[grid](
+        out,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        rows,
+        seq_lens,
+        cu_seqlens_q,
+        scale * LOG2_E,
+        window,
+        num_entries,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        NUM_KV=num_kv_heads,
+        GROUP_HEADS=group_heads,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_M=block_m,
+        BLOCK_Q=block_q,
+        BLOCK_SIZE=block_size,
+        BLOCK_N=tile.block_n,
+        STAGES=tile.num_stages,
+        DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps,
+    )
+
+
+def prefill_attention_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The same in torch, in `dtype` (float64 for tests); NaN for padding."""
+    out = torch.full(q.shape, float("nan"), dtype=dtype, device=q.device)
+    group_heads = q.shape[1] // k_cache.shape[2]
+    bounds = cu_seqlens_q.tolist()
+    for entry, seq_len in enumerate(seq_lens.tolist()):
+        begin, end = bounds[entry], bounds[entry + 1]
+        if seq_len == 0 or begin == end:
+            continue
+        k, v = (
+            gather_kv(cache, block_tables[int(rows[entry])], seq_len)
+            .to(dtype)
+            .repeat_interleave(group_heads, dim=1)
+            for cache in (k_cache, v_cache)
+        )
+        keys = torch.arange(seq_len, device=q.device)
+        queries = keys[seq_len - (end - begin) :]
+        is_seen = keys[None, :] <= queries[:, None]
+        if window > 0:
+            is_seen &= keys[None, :] > queries[:, None] - window
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].to(dtype), k) * scale
+        weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out

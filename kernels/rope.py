@@ -1,0 +1,160 @@
+"""Rotary embedding, optional q/k norm and the KV write, in one pass over packed qkv rows.
+
+One program handles one head of one token: q heads are rotated in place, k heads go rotated into the paged cache, v
+heads are copied there. Rotation is the half-split form (Llama, Qwen): pairs are (i, i + D/2).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.pdl import pdl_begin, pdl_options
+
+
+@triton.jit
+def _normed_halves(at, halves, mask, weight_ptr, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Both halves of one head in float32, RMS-normed over the head when asked."""
+    low = tl.load(at + halves, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF + halves, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        mean_square = (tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / (2 * HALF)
+        scale = tl.rsqrt(mean_square + eps)
+        low *= scale * tl.load(weight_ptr + halves, mask=mask, other=0.0).to(tl.float32)
+        high *= scale * tl.load(weight_ptr + HALF + halves, mask=mask, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _rope_kv_write_kernel(
+    qkv_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    qkv_stride,
+    cache_stride,
+    eps,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    halves = tl.arange(0, BLOCK_HALF)
+    mask = halves < HALF
+    pdl_begin(PDL)
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    if slot >= 0:
+        at = qkv_ptr + token * qkv_stride + head * (2 * HALF)
+        if head < NUM_Q + NUM_KV:
+            angle_at = tl.load(position_ptr + token).to(tl.int64) * HALF + halves
+            cos = tl.load(cos_ptr + angle_at, mask=mask, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + angle_at, mask=mask, other=0.0).to(tl.float32)
+            if head < NUM_Q:
+                low, high = _normed_halves(at, halves, mask, q_norm_ptr, eps, HALF, HAS_NORM)
+                to = at
+            else:
+                low, high = _normed_halves(at, halves, mask, k_norm_ptr, eps, HALF, HAS_NORM)
+                to = k_cache_ptr + slot * cache_stride + (head - NUM_Q) * (2 * HALF)
+            dtype = qkv_ptr.dtype.element_ty
+            tl.store(to + halves, (low * cos - high * sin).to(dtype), mask=mask)
+            tl.store(to + HALF + halves, (high * cos + low * sin).to(dtype), mask=mask)
+        else:
+            to = v_cache_ptr + slot * cache_stride + (head - NUM_Q - NUM_KV) * (2 * HALF)
+            tl.store(to + halves, tl.load(at + halves, mask=mask), mask=mask)
+            tl.store(to + HALF + halves, tl.load(at + HALF + halves, mask=mask), mask=mask)
+
+
+def rope_kv_write(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_q_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    pdl: bool = False,
+) -> None:
+    """Rotate q in place; norm and rotate k and copy v into the paged cache. Tokens with slot -1 are left alone.
+
+    Args:
+        qkv: [T, (HQ + 2 HKV) * D], last dimension contiguous: q heads, k heads, v heads. q is overwritten.
+        k_cache, v_cache: [num_blocks, block_size, HKV, D], contiguous, dtype of qkv; slots are written.
+        cos, sin: float32 [max_len, D / 2], contiguous.
+        positions: int32 [T]. slots: int32 [T], block_id * block_size + offset, or -1.
+        num_q_heads: HQ.
+        q_norm, k_norm: [D] weights of the RMS norm over each head before the rotation; both or none.
+        eps: of that norm.
+        pdl: launch while the kernel before still runs.
+    """
+    num_tokens = qkv.shape[0]
+    num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
+    has_norm = q_norm is not None and k_norm is not None
+    _rope_kv_write_kernel[(num_tokens, num_q_heads + 2 * num_kv_heads)](
+        qkv,
+        k_cache,
+        v_cache,
+        cos,
+        sin,
+        positions,
+        slots,
+        q_norm if has_norm else cos,
+        k_norm if has_norm else cos,
+        qkv.stride(0),
+        k_cache.stride(1),
+        eps,
+        NUM_Q=num_q_heads,
+        NUM_KV=num_kv_heads,
+        HALF=head_dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        HAS_NORM=has_norm,
+        num_warps=1,
+        **pdl_options(qkv, pdl),
+    )
+
+
+def rope_ref(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Norm and rotate heads x [T, H, D] in torch, float32 inside; returns x's dtype."""
+    x32 = x.float()
+    if norm is not None:
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * norm.float()
+    low, high = x32.chunk(2, dim=-1)
+    c = cos[positions.long()].float()[:, None]
+    s = sin[positions.long()].float()[:, None]
+    return torch.cat([low * c - high * s, high * c + low * s], dim=-1).to(x.dtype)
+
+
+def rope_tables(
+    head_dim: int, max_len: int, inv_freq: torch.Tensor | None = None, theta: float = 10000.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of cos and sin, float32 [max_len, head_dim / 2], computed in float64.
+
+    Args:
+        head_dim: D. max_len: number of positions.
+        inv_freq: [D / 2] angular frequencies after any scaling; None: theta ** (-2 i / D).
+    """
+    if inv_freq is None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        inv_freq = theta**-exponents
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float64), inv_freq.double().cpu())
+    return angles.cos().float(), angles.sin().float()

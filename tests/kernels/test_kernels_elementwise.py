@@ -1,0 +1,98 @@
+"""Norm, activation, rotary embedding with KV write, embedding gather and input expansion."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.activation import silu_mul, silu_mul_ref
+from kernels.embedding import embed, embed_ref
+from kernels.inputs import expand_inputs, expand_inputs_ref
+from kernels.norm import rms_norm, rms_norm_ref
+from kernels.rope import rope_kv_write, rope_ref, rope_tables
+from tests.kernels.test_kernels_paged_decode import ints
+from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 576), (5, 123), (3, 1024)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm_matches_float64(dtype, rows, columns, with_residual) -> None:
+    x, weight = randn(rows, columns, dtype=dtype), randn(columns, dtype=dtype, seed=1)
+    residual = randn(rows, columns, dtype=dtype, seed=2) if with_residual else None
+    h = rms_norm_ref(x, weight, 1e-6, residual)[1].double()
+    expected = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    out = poisoned(rows, columns, dtype=dtype)
+    rms_norm(out, x, weight, 1e-6, residual)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+    if residual is not None:
+        assert torch.equal(residual.double(), h)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1536), (5, 123), (2, 1100)])
+def test_silu_mul_matches_float64(dtype, rows, columns) -> None:
+    x = randn(rows, 2 * columns, dtype=dtype) * 4
+    out = poisoned(rows, columns, dtype=dtype)
+    silu_mul(out, x)
+    gate, up = x.double().chunk(2, -1)
+    assert relative_error(out, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
+    assert relative_error(out, silu_mul_ref(x)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_q", "num_kv", "head_dim", "with_norm"),
+    [(9, 3, 64, False), (4, 2, 96, True), (2, 1, 128, True)],
+)
+def test_rope_rotates_q_and_writes_only_live_slots(
+    dtype, num_q, num_kv, head_dim, with_norm
+) -> None:
+    num_tokens, block_size = 5, 16
+    qkv = randn(num_tokens, (num_q + 2 * num_kv) * head_dim, dtype=dtype)
+    before = qkv.clone()
+    cos, sin = (t.to(DEVICE) for t in rope_tables(head_dim, 64))
+    positions, slots = ints([0, 7, 63, 1, 2]), ints([33, 0, -1, 16, 47])
+    caches = [poisoned(3, block_size, num_kv, head_dim, dtype=dtype) for _ in range(2)]
+    norms = [randn(head_dim, dtype=dtype, seed=s) for s in (3, 4)] if with_norm else [None, None]
+    rope_kv_write(qkv, *caches, cos, sin, positions, slots, num_q, *norms, eps=1e-6)
+    heads = before.view(num_tokens, -1, head_dim)
+    q = rope_ref(heads[:, :num_q].double().float(), cos, sin, positions, norms[0])
+    k = rope_ref(heads[:, num_q : num_q + num_kv].float(), cos, sin, positions, norms[1])
+    live = [0, 1, 3, 4]
+    out = qkv.view(num_tokens, -1, head_dim)
+    assert relative_error(out[live, :num_q], q[live]) < TOLERANCE[dtype]
+    assert torch.equal(out[:, num_q:], heads[:, num_q:])
+    assert torch.equal(out[2], heads[2]), "padding was written"
+    flat_k, flat_v = (cache.flatten(0, 1) for cache in caches)
+    live_slots = slots[live].long()
+    assert relative_error(flat_k[live_slots], k[live]) < TOLERANCE[dtype]
+    assert torch.equal(flat_v[live_slots], heads[live, num_q + num_kv :])
+    others = [s for s in range(48) if s not in live_slots.tolist()]
+    assert flat_k[others].isnan().all()
+    assert flat_v[others].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embed_gathers_through_the_token_table_and_zeroes_padding(dtype) -> None:
+    weight = randn(50, 123, dtype=dtype)
+    table = torch.randint(0, 50, (4, 9), dtype=torch.int32).to(DEVICE)
+    rows, positions = ints([2, 0, -1, 3]), ints([8, 0, 4, 5])
+    out = poisoned(4, 123, dtype=dtype)
+    embed(out, weight, table, rows, positions)
+    assert torch.equal(out, embed_ref(weight, table, rows, positions))
+    assert not out[2].any()
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [300, 1, 0, 17]])
+def test_expand_inputs_matches_the_reference(counts) -> None:
+    bounds = ints([0, *torch.tensor(counts).cumsum(0).tolist()])
+    total = int(bounds[-1])
+    rows, num_computed = ints([2, 0, -1, 1]), ints([5, 31, 0, 16])
+    tables = torch.randperm(4 * 20).reshape(4, 20).int().to(DEVICE)
+    outputs = [
+        torch.full((n,), -7, dtype=torch.int32, device=DEVICE) for n in (total, total, total, 4)
+    ]
+    expand_inputs(*outputs, rows, num_computed, bounds, tables, 16)
+    for out, expected in zip(outputs, expand_inputs_ref(rows, num_computed, bounds, tables, 16)):
+        assert torch.equal(out, expected.int())
