@@ -49,6 +49,8 @@ class QueueConfig:
     max_queued_per_tenant: int = 0  # 0: no limit
     low_share: float = 0.1  # of the tokens, kept for low priority when it waits
     default_max_tokens: int = 256
+    # a job in the engine when it died so often, without progress, is poison
+    max_engine_kills: int = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ with one event per job that got tokens. A job ends in exactly one `Done` or `Fai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -248,3 +248,6 @@ class EngineState:
     ready: bool
     progress: int
     suspects: Sequence[str] = ()
+    num_queued: int = 0  # jobs in the queue, both doors together
+    num_running: int = 0  # jobs in the engine
+    engine: Mapping[str, object] | None = None  # the engine's latest STATS record
