@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,6 +31,8 @@ from ops.supervisor import Progress, Ready, Stop, Supervisor, WorkerEvent, unrea
 
 log = structlog.get_logger("ops.serve")
 
+# -P: a folder called `engine` in the current directory must not be taken for ours.
+PYTHON_M = (sys.executable, "-P", "-m")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -45,10 +48,7 @@ def serve(settings: Settings, resolve: Callable[[str], ResolvedModel], *, as_jso
             "redis = none and zmq = none: a worker without a door gets no jobs",
             "Leave one of them out to take its default.",
         )
-    if settings.model == FAKE_MODEL:
-        model = ResolvedModel(Path(FAKE_MODEL), FAKE_MODEL)
-    else:
-        model = resolve(settings.model)
+    model = resolve_model(settings, resolve)
     with ExitStack() as stack:
         redis = None
         if settings.redis_mode == "embedded":
@@ -58,6 +58,13 @@ def serve(settings: Settings, resolve: Callable[[str], ResolvedModel], *, as_jso
         stack.callback(worker_files.withdraw, settings.data_dir)
         worker = Worker(settings, model, run_dir, redis, as_json=as_json)
         return int(asyncio.run(worker.run()))
+
+
+def resolve_model(settings: Settings, resolve: Callable[[str], ResolvedModel]) -> ResolvedModel:
+    """The model's files; the fake model has none."""
+    if settings.model == FAKE_MODEL:
+        return ResolvedModel(Path(FAKE_MODEL), FAKE_MODEL)
+    return resolve(settings.model)
 
 
 def is_json_log(settings: Settings) -> bool:
@@ -81,7 +88,7 @@ class Worker:
     ) -> None:
         self.settings = settings
         self.model = model
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.name = worker_name()
         self.run_dir = run_dir
         self.redis = redis
         self.as_json = as_json
@@ -126,15 +133,9 @@ class Worker:
         engine_json = engine_config(self.settings, self.model).to_json()
         broker_file = worker_files.write_private(self.run_dir / "broker.json", broker_json)
         engine_file = worker_files.write_private(self.run_dir / "engine.json", engine_json)
-        # -P: a folder called `engine` in the current directory must not be taken for ours.
-        python = (sys.executable, "-P", "-m")
-        env = {
-            "PYTHONPATH": import_path(),
-            "TOKENBUS_LOG_LEVEL": self.settings.log_level,
-            "TOKENBUS_LOG_FORMAT": "json" if is_json_log(self.settings) else "console",
-        }
-        broker_argv = (*python, "broker", "--config", str(broker_file), "--status-fd")
-        engine_argv = (*python, "engine", "--config", str(engine_file), "--link", str(link))
+        env = child_environment(self.settings)
+        broker_argv = (*PYTHON_M, "broker", "--config", str(broker_file), "--status-fd")
+        engine_argv = (*PYTHON_M, "engine", "--config", str(engine_file), "--link", str(link))
         specs = [
             ChildSpec("broker", (*broker_argv, "{status_fd}"), env=env),
             ChildSpec("engine", engine_argv, env=env),
@@ -190,3 +191,54 @@ def import_path() -> str:
     """PYTHONPATH under which a child finds the packages that this process runs."""
     roots = [Path(str(module.__file__)).parent.parent for module in (broker, tokenbus)]
     return os.pathsep.join(dict.fromkeys(str(root) for root in roots))
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """What the processes take from the environment: where our packages are, how to log."""
+    return {
+        "PYTHONPATH": import_path(),
+        "TOKENBUS_LOG_LEVEL": settings.log_level,
+        "TOKENBUS_LOG_FORMAT": "json" if is_json_log(settings) else "console",
+    }
+
+
+def worker_name() -> str:
+    """Unique among all workers of a queue: host, process, and a random part for reused ids."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+# ---------------------------------------------------------------- one process alone
+
+
+def run_broker(settings: Settings, model: ResolvedModel, link: Path) -> int:
+    """The broker in the foreground, without supervisor; the return value is its exit code."""
+    if settings.redis_mode == "embedded" and "redis" in settings.model_fields_set:
+        raise CommandError(
+            ExitCode.BAD_SETTING,
+            "redis = embedded: only `serve` runs an embedded Redis",
+            "Give --redis redis://host:6379/0 or none.",
+        )
+    url = settings.redis.get_secret_value() if settings.redis_mode == "url" else ""
+    config = broker_config(
+        settings, model, worker=worker_name(), link_path=link.absolute(), redis_url=url
+    )
+    return _run_alone(settings, ("broker",), config.to_json())
+
+
+def run_engine(settings: Settings, model: ResolvedModel, link: Path) -> int:
+    """The engine in the foreground, without supervisor; the return value is its exit code."""
+    config = engine_config(settings, model).to_json()
+    return _run_alone(settings, ("engine", "--link", str(link.absolute())), config)
+
+
+def _run_alone(settings: Settings, arguments: tuple[str, ...], config: str) -> int:
+    """Run `python -m` arguments with the configuration; Ctrl-C and SIGTERM reach the child."""
+    with worker_files.run_directory() as directory:
+        file = worker_files.write_private(directory / "config.json", config)
+        process = subprocess.Popen(
+            [*PYTHON_M, *arguments, "--config", str(file)],
+            env={**os.environ, **child_environment(settings)},
+        )
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the child as well
+        return process.wait()

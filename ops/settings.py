@@ -7,7 +7,6 @@ Precedence: flag > environment `TOKENBUS_*` (`TOKENBUS_ENGINE__MAX_NUM_SEQS` for
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,13 +32,14 @@ from ops.settings_sections import (
     LimitsSettings,
     StreamsSettings,
 )
+from tokenbus.errors import InvalidField
+from tokenbus.keys import Keys
 
 PREFIX = "TOKENBUS_"
 # Read elsewhere, so not settings of this tree.
 _OTHER_VARIABLES = {"TOKENBUS_CACHE", "TOKENBUS_CONFIG", "TOKENBUS_TORCH_INDEX"}
 FAKE_MODEL = "fake"
 
-_QUEUE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _ZMQ_SCHEMES = ("tcp", "ipc")
 
@@ -89,9 +89,10 @@ class Settings(BaseSettings):
     @field_validator("queue")
     @classmethod
     def _check_queue(cls, value: str) -> str:
-        if not _QUEUE.fullmatch(value):
-            raise ValueError("use 1 to 64 letters, digits, '.', '_' or '-'")
-        return value
+        try:
+            return Keys(value).queue
+        except InvalidField:
+            raise ValueError("use 1 to 64 letters, digits, '.', '_' or '-'") from None
 
     @field_validator("redis")
     @classmethod

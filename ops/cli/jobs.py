@@ -1,0 +1,322 @@
+"""`ask` and `chat` over ZeroMQ; `submit`, `tail`, `cancel`, `status` over Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ops.cli.options import (
+    DataDir,
+    Json,
+    MaxTokens,
+    MinP,
+    Prompt,
+    Queue,
+    Raw,
+    RedisUrl,
+    Seed,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    ZmqEndpoint,
+    client_settings,
+    read_prompt,
+    redis_address,
+    sampling,
+    zmq_address,
+)
+from ops.cli.output import print_facts, print_json
+
+if TYPE_CHECKING:
+    from tokenbus import AsyncClient
+
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+
+
+def ask(
+    prompt: Prompt,
+    system: System = None,
+    raw: Raw = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    zmq: ZmqEndpoint = None,
+    queue: Queue = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Ask over ZeroMQ and watch the answer come. Ctrl-C cancels the job.
+
+    [dim]Examples:[/dim]
+
+    tokenbus ask "Why is the sky blue?"
+
+    git diff | tokenbus ask - --system "Review this." --max-tokens 200 --json
+
+    [dim]Exit codes:[/dim] 5 no worker, 6 job refused or failed, 130 interrupted
+    """
+    fields = request_fields(read_prompt(prompt), system, raw=raw) | sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+    )
+    endpoint = zmq_address(client_settings(queue, None, zmq, data_dir))
+    _run(_ask(endpoint, fields, as_json=as_json))
+
+
+async def _ask(endpoint: str, fields: dict[str, Any], *, as_json: bool) -> None:
+    from ops.cli.streaming import print_stream
+    from tokenbus import AsyncClient
+
+    async with AsyncClient(zmq=endpoint) as client, client.generate(**fields) as stream:
+        await print_stream(stream, as_json=as_json)
+
+
+def request_fields(prompt: str, system: str | None, *, raw: bool) -> dict[str, Any]:
+    """`prompt` for a plain continuation, else `messages`."""
+    if raw and system is None:
+        return {"prompt": prompt}
+    if raw:
+        raise typer.BadParameter("a plain continuation has no system message", param_hint="--raw")
+    messages = [{"role": "system", "content": system}] if system else []
+    return {"messages": [*messages, {"role": "user", "content": prompt}]}
+
+
+def chat(
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    zmq: ZmqEndpoint = None,
+    queue: Queue = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Talk over ZeroMQ, turn by turn. Ctrl-C stops an answer, Ctrl-D ends the conversation.
+
+    [dim]Example:[/dim] tokenbus chat --system "You are a terse assistant."
+
+    [dim]Exit codes:[/dim] 5 no worker, 6 a turn was refused or failed
+    """
+    from ops.cli.streaming import client_errors
+
+    params = sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    endpoint = zmq_address(client_settings(queue, None, zmq, data_dir))
+    history = [{"role": "system", "content": system}] if system else []
+    # The loop stands still while we wait for a line; libzmq keeps the connection meanwhile.
+    with asyncio.Runner() as runner, client_errors():
+        client = runner.run(_connect(endpoint))
+        try:
+            _converse(runner, client, history, params, as_json=as_json)
+        finally:
+            runner.run(client.close())
+
+
+async def _connect(endpoint: str) -> AsyncClient:
+    from tokenbus import AsyncClient
+
+    return AsyncClient(zmq=endpoint)
+
+
+def _converse(
+    runner: asyncio.Runner,
+    client: AsyncClient,
+    history: list[dict[str, str]],
+    params: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    from ops.cli.streaming import print_stream
+
+    async def turn() -> str:
+        async with client.generate(messages=history, **params) as stream:
+            return await print_stream(stream, as_json=as_json)
+
+    prompt = "> " if sys.stdin.isatty() and not as_json else ""
+    while True:
+        try:
+            line = input(prompt)
+        except EOFError:
+            return
+        if not line.strip():
+            continue
+        history.append({"role": "user", "content": line})
+        try:
+            history.append({"role": "assistant", "content": runner.run(turn())})
+        except KeyboardInterrupt:
+            history.pop()
+            print("\n(stopped)", file=sys.stderr)
+
+
+def submit(
+    prompt: Prompt,
+    system: System = None,
+    raw: Raw = False,
+    job: Annotated[str | None, typer.Option("--job", metavar="ID", help="Id of the job.")] = None,
+    priority: Annotated[
+        str, typer.Option("--priority", metavar="high|normal|low", help="Who goes first.")
+    ] = "normal",
+    deadline_ms: Annotated[
+        int | None, typer.Option("--deadline-ms", metavar="MS", help="End it after this long.")
+    ] = None,
+    tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="For fair shares.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Tail it at once.")] = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    redis: RedisUrl = None,
+    queue: Queue = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Put a job into Redis and print its id; a worker will run it, now or later.
+
+    [dim]Examples:[/dim]
+
+    tokenbus submit "Write a haiku about rivers." --max-tokens 40
+
+    tokenbus tail "$(tokenbus submit 'The sea is' --raw)"
+
+    [dim]Exit codes:[/dim] 5 no Redis, 6 job refused
+    """
+    fields = request_fields(read_prompt(prompt), system, raw=raw) | sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        job=job,
+        deadline_ms=deadline_ms,
+    )
+    fields |= {"priority": priority} | ({"tenant": tenant} if tenant else {})
+    settings = client_settings(queue, redis, None, data_dir)
+    _run(_submit(redis_address(settings), settings.queue, fields, follow=follow, as_json=as_json))
+
+
+async def _submit(
+    url: str, queue: str, fields: dict[str, Any], *, follow: bool, as_json: bool
+) -> None:
+    from ops.cli.streaming import print_stream
+    from tokenbus import AsyncClient
+
+    async with AsyncClient(redis=url, queue=queue) as client:
+        job = await client.submit(**fields)
+        if as_json:
+            print_json({"job": job})
+        elif not follow:
+            print(job)
+        if follow:
+            await print_stream(client.tail(job), as_json=as_json)
+
+
+def tail(
+    job: JobId,
+    from_seq: Annotated[
+        int, typer.Option("--from-seq", metavar="SEQ", min=1, help="First token wanted.")
+    ] = 1,
+    redis: RedisUrl = None,
+    queue: Queue = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Follow a job from Redis: what is there already, then each token as it comes, to the end.
+
+    [dim]Example:[/dim] tokenbus tail 1764441600000-0 --from-seq 10
+
+    [dim]Exit codes:[/dim] 5 no Redis, 6 job failed, 7 no such job
+    """
+    settings = client_settings(queue, redis, None, data_dir)
+    _run(_tail(redis_address(settings), settings.queue, job, from_seq, as_json=as_json))
+
+
+async def _tail(url: str, queue: str, job: str, from_seq: int, *, as_json: bool) -> None:
+    from ops.cli.streaming import print_stream
+    from tokenbus import AsyncClient
+
+    async with AsyncClient(redis=url, queue=queue) as client:
+        await print_stream(client.tail(job, from_seq=from_seq), as_json=as_json)
+
+
+def cancel(
+    job: JobId,
+    redis: RedisUrl = None,
+    queue: Queue = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Ask for a job's end. It gets its terminal event from whoever runs it, or will pick it up.
+
+    [dim]Example:[/dim] tokenbus cancel 1764441600000-0
+
+    [dim]Exit codes:[/dim] 5 no Redis
+    """
+    settings = client_settings(queue, redis, None, data_dir)
+    _run(_cancel(redis_address(settings), settings.queue, job))
+    if as_json:
+        print_json({"job": job, "cancel": "requested"})
+    else:
+        print(f"Asked for the end of {job}; `tokenbus status {job}` shows when it is reached.")
+
+
+async def _cancel(url: str, queue: str, job: str) -> None:
+    from tokenbus import AsyncClient
+
+    async with AsyncClient(redis=url, queue=queue) as client:
+        await client.cancel(job)
+
+
+def status(
+    job: JobId,
+    redis: RedisUrl = None,
+    queue: Queue = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Where a job stands: queued, running, done or failed; attempt, tokens so far, worker.
+
+    [dim]Example:[/dim] tokenbus status 1764441600000-0
+
+    [dim]Exit codes:[/dim] 5 no Redis, 7 no such job
+    """
+    from dataclasses import asdict
+
+    settings = client_settings(queue, redis, None, data_dir)
+    facts = asdict(_run(_status(redis_address(settings), settings.queue, job)))
+    if as_json:
+        print_json(facts)
+    else:
+        print_facts({name: value for name, value in facts.items() if value not in ("", None)})
+
+
+async def _status(url: str, queue: str, job: str) -> Any:
+    from tokenbus import AsyncClient
+
+    async with AsyncClient(redis=url, queue=queue) as client:
+        return await client.status(job)
+
+
+def _run(work: Any) -> Any:
+    """Run a client coroutine; what it raises ends the command with a sentence."""
+    from ops.cli.streaming import client_errors
+
+    with client_errors():
+        return asyncio.run(work)
