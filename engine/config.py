@@ -14,7 +14,7 @@ class FakeModel:
 
     crash_token: the process kills itself with SIGKILL when a prompt contains this id. hang_token:
     the step loop sleeps for ever when a prompt contains it. nan_token: the row's logits count as
-    not finite.
+    not finite. is_async: the loop runs one step ahead of it, as with a GPU.
     """
 
     vocab_size: int = 512
@@ -25,6 +25,7 @@ class FakeModel:
     crash_token: int = -1
     hang_token: int = -1
     nan_token: int = -1
+    is_async: bool = False
 
 
 @dataclass(frozen=True, slots=True)

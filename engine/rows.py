@@ -1,0 +1,170 @@
+"""State of the rows, as one array per quantity. A run keeps its row from admission to its end.
+
+The scheduler's hot path reads and writes these arrays for all rows of a step at once; Python
+objects are touched only for rows that enter, leave or change. Lengths count tokens that launched
+steps will have produced, so they run ahead of the ids known on the host.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from broker.ring.records import Sampling
+from engine.block_manager import ROOT
+from engine.plan import NewRow
+from engine.request import Request
+
+STOP_WIDTH = 8  # stop ids compared in the vectorised test; more go through a Python set
+
+
+class Phase(IntEnum):
+    """What a row waits for."""
+
+    FREE = 0
+    PROMPT = 1  # tokens to compute before it can decode (a new run, or one that lost its KV)
+    DECODE = 2  # one token to compute, one block table to grow
+    FULL = 3  # its last token is in flight
+    ENDED = 4  # its end was published; the row is freed when no step in flight touches it
+
+
+class RowTable:
+    """Arrays indexed by row, for `num_rows` rows of up to `max_len` tokens in blocks of
+    `block_size`.
+    """
+
+    def __init__(self, num_rows: int, max_len: int, block_size: int) -> None:
+        def ints() -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+            return np.zeros(num_rows, np.int32)
+
+        def flags() -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+            return np.zeros(num_rows, np.bool_)
+
+        self.num_rows = num_rows
+        self.block_size = block_size
+        self.phase = np.zeros(num_rows, np.uint8)
+        self.decodable = flags()  # phase DECODE, not paused, not losing its KV
+        self.paused = flags()
+        self.losing_kv = (
+            flags()
+        )  # preempted; its blocks go back when no step in flight touches them
+        self.losing_row = flags()  # and its row too
+        self.ended = flags()
+        self.started = flags()  # its prompt was computed once: `started` was or will be published
+        self.length = ints()  # tokens there are once the launched steps are done
+        self.computed = ints()  # tokens whose KV is there once the launched steps are done
+        self.known = ints()  # tokens whose ids the host has
+        self.limit = ints()
+        self.min_position = ints()
+        self.cached_tokens = ints()  # prompt tokens the prefix cache gave at the first admission
+        self.num_blocks = ints()
+        self.capacity = ints()  # num_blocks * block_size
+        self.num_registered = ints()  # leading blocks that were offered to the prefix cache
+        self.next_register = ints()  # (num_registered + 1) * block_size
+        self.in_flight = ints()  # launched steps, not yet collected, that touch the row
+        self.order = np.zeros(num_rows, np.int64)
+        self.rid = np.zeros(num_rows, np.uint64)
+        self.stop_ids = np.full((num_rows, STOP_WIDTH), -1, np.int32)
+        self.many_stop_ids: dict[int, frozenset[int]] = {}  # rows with more than STOP_WIDTH
+        self.tokens = np.zeros((num_rows, max_len), np.int32)
+        self.table = np.zeros((num_rows, -(-max_len // block_size)), np.int32)
+        self.chain = [ROOT] * num_rows  # prefix cache serial of the last registered block
+        self.requests: list[Request | None] = [None] * num_rows
+        self.row_of: dict[int, int] = {}  # live runs only
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows that a new run can have at once."""
+        return len(self._free)
+
+    def request(self, row: int) -> Request:
+        """The run that holds a row."""
+        request = self.requests[row]
+        if request is None:
+            raise LookupError(f"row {row} is free")
+        return request
+
+    def blocks_of(self, row: int) -> list[int]:
+        """The row's blocks in order of position."""
+        blocks: list[int] = self.table[row, : self.num_blocks[row]].tolist()
+        return blocks
+
+    def occupy(self, request: Request) -> int:
+        """Give a free row to a run; it has no KV yet."""
+        row = self._free.pop()
+        length = len(request.token_ids)
+        self.requests[row] = request
+        self.row_of[request.rid] = row
+        self.rid[row] = request.rid
+        self.phase[row] = Phase.PROMPT
+        self.started[row] = request.is_started
+        self.length[row] = self.known[row] = length
+        self.tokens[row, :length] = request.token_ids
+        self.limit[row] = request.limit_tokens
+        self.min_position[row] = request.min_position
+        self.order[row] = request.order
+        stop = request.stop_token_ids
+        self.stop_ids[row, :] = -1
+        if len(stop) <= STOP_WIDTH:
+            self.stop_ids[row, : len(stop)] = stop
+        else:
+            self.many_stop_ids[row] = frozenset(stop.tolist())
+        self.clear_kv(row)
+        return row
+
+    def clear_kv(self, row: int) -> None:
+        """Forget the row's blocks (they were given back) and what was computed in them."""
+        self.computed[row] = self.num_blocks[row] = self.capacity[row] = 0
+        self.set_registered(row, 0, ROOT)
+
+    def set_registered(self, row: int, num_blocks: int, serial: int) -> None:
+        """The row's first `num_blocks` blocks are in the prefix cache, the last one under
+        `serial`.
+        """
+        self.num_registered[row] = num_blocks
+        self.next_register[row] = (num_blocks + 1) * self.block_size
+        self.chain[row] = serial
+
+    def append_blocks(self, row: int, blocks: list[int]) -> int:
+        """Extend the row's block table; returns the column of the first new entry."""
+        start = int(self.num_blocks[row])
+        self.table[row, start : start + len(blocks)] = blocks
+        self.num_blocks[row] = start + len(blocks)
+        self.capacity[row] = (start + len(blocks)) * self.block_size
+        return start
+
+    def end(self, row: int) -> None:
+        """The run is over: its rid means nothing any more; the row waits for the steps in
+        flight.
+        """
+        self.phase[row] = Phase.ENDED
+        self.ended[row] = True
+        self.decodable[row] = False
+        del self.row_of[int(self.rid[row])]
+
+    def vacate(self, row: int) -> None:
+        """Free a row whose blocks were given back and that no step in flight touches."""
+        rid = int(self.rid[row])
+        if self.row_of.get(rid) == row:  # an ended run's id may be in use again
+            del self.row_of[rid]
+        self.requests[row] = None
+        self.many_stop_ids.pop(row, None)
+        self.phase[row] = Phase.FREE
+        for flag in (self.decodable, self.paused, self.losing_kv, self.losing_row, self.ended):
+            flag[row] = False
+        self._free.append(row)
+
+    def new_row(self, row: int) -> NewRow:
+        """What the runner must know before the row's first step."""
+        request = self.request(row)
+        sampling: Sampling = request.sampling
+        return NewRow(
+            row=row,
+            token_ids=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=sampling,
+            stop_token_ids=request.stop_token_ids,
+            min_position=request.min_position,
+        )

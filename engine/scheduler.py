@@ -1,0 +1,399 @@
+"""Plans steps and takes in their results: one token budget a step for decode rows and prompt chunks
+together.
+
+The scheduler runs one step ahead: lengths and limits are known by counting, so step N+1 is planned
+while step N computes and its token ids are still unknown here. What ids alone can tell (an
+end-of-sequence token, non-finite logits) is found when a step is completed; a run that ended may
+then be in the next step too, whose token for it is dropped. No torch, no I/O: `residency.py`
+decides who holds rows and blocks, `loop.py` drives both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.ring.records import Finish, LongArray, Reject, Submit
+from engine.block_manager import BlockManager
+from engine.errors import IntegrityError
+from engine.plan import IntArray, RunnerInfo, StepPlan, StepResult
+from engine.request import accept, max_tokens_in_cache
+from engine.residency import Residency, RowIndex
+from engine.rows import Phase, RowTable
+
+_REGISTER_PER_STEP = (
+    32  # rows that enter a full output block into the prefix cache in one step; spreads the work
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was planned and is not completed yet. sample_rows: rows of its result, in
+    order.
+    """
+
+    plan: StepPlan
+    sample_rows: RowIndex
+    started_rows: list[int]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step gave: arrays for `StepEvents`, one entry a token or an end, in order."""
+
+    step_id: int
+    rids: LongArray
+    token_ids: IntArray
+    finish: npt.NDArray[np.uint8]
+    started_rids: LongArray
+    cached_tokens: IntArray
+    num_tokens: int
+
+
+class Scheduler:
+    """The engine's requests, from `submit` to the one end that each gets."""
+
+    def __init__(self, info: RunnerInfo, enable_prefix_cache: bool = True) -> None:
+        self.info = info
+        self.rows = RowTable(info.max_num_seqs, max_tokens_in_cache(info), info.block_size)
+        self.blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_cache)
+        self._residency = Residency(self.rows, self.blocks)
+        self._flights: deque[Flight] = deque()
+        self._ends: list[tuple[int, Finish]] = []
+        self._num_arrived = 0
+        self._next_step_id = 1
+        self._lone_row: int | None = None  # the solo row of the last plan
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and not completed."""
+        return len(self._flights)
+
+    @property
+    def num_running(self) -> int:
+        """Runs that hold a row."""
+        return len(self.rows.row_of)
+
+    @property
+    def num_waiting(self) -> int:
+        """Runs that wait for a row."""
+        return len(self._residency.waiting)
+
+    @property
+    def preemptions(self) -> int:
+        """Preemptions since the start."""
+        return self._residency.preemptions
+
+    # --- messages ---
+
+    def submit(self, submit: Submit) -> Reject | None:
+        """Queue a run; returns a Reject if it can never run."""
+        if submit.rid in self.rows.row_of or submit.rid in self._residency.waiting:
+            return Reject(submit.rid, "invalid", "rid", f"run {submit.rid} exists already")
+        request = accept(submit, self.info, self._num_arrived)
+        if isinstance(request, Reject):
+            return request
+        self._num_arrived += 1
+        self._residency.waiting.push(request)
+        return None
+
+    def abort(self, rid: int) -> None:
+        """End a run with `Finish.ABORTED`, wherever it is; unknown and ended runs are passed
+        over.
+        """
+        row = self.rows.row_of.get(rid)
+        if row is not None:
+            self._residency.end(row)
+        elif self._residency.waiting.remove(rid) is None:
+            return
+        self._ends.append((rid, Finish.ABORTED))
+
+    def pause(self, rid: int) -> None:
+        """Compute nothing more for a run; it keeps its KV while there is room, and tokens in
+        flight still come.
+        """
+        row = self.rows.row_of.get(rid)
+        if row is None:
+            self._residency.waiting.hold(rid)
+        elif not self.rows.paused[row]:
+            self._residency.displace(row)
+            self.rows.paused[row] = True
+
+    def resume(self, rid: int) -> None:
+        """Undo `pause`; the run goes on at its old place in the order."""
+        row = self.rows.row_of.get(rid)
+        if row is None:
+            self._residency.waiting.resume(rid)
+        elif self.rows.paused[row]:
+            self.rows.paused[row] = False
+            self._residency.place(row)
+
+    def take_ends(self) -> list[tuple[int, Finish]]:
+        """Runs that ended outside a step (aborts) since the last call; each comes before any
+        later event.
+        """
+        ends, self._ends = self._ends, []
+        return ends
+
+    # --- a step ---
+
+    def plan(self) -> StepPlan | None:
+        """Plan the next step, or None: nothing can run, or not before a step in flight is
+        completed.
+        """
+        lone = self._find_lone_row()
+        if lone != self._lone_row and self._flights:
+            return None
+        self._lone_row = lone
+        budget = self.info.max_num_batched_tokens
+        decode = self._plan_decode(budget, lone)
+        chunks = self._plan_prompts(budget - len(decode), lone)
+        if len(decode) == 0 and not chunks:
+            return None
+        return self._build(decode, chunks)
+
+    def launched(self) -> None:
+        """The last plan was launched: blocks that it fills may now be shared."""
+        flight = self._flights[-1]
+        for row in flight.plan.rows[flight.plan.num_decode :].tolist():
+            self._residency.register(row)
+
+    def complete(self, result: StepResult) -> Outcome:
+        """Take in the result of the oldest step in flight: keep its tokens, find the runs that
+        end with it.
+        """
+        flight = self._flights.popleft()
+        t = self.rows
+        if result.step_id != flight.plan.step_id or len(result.token_ids) != len(
+            flight.sample_rows
+        ):
+            raise IntegrityError(
+                f"runner returned step {result.step_id} with {len(result.token_ids)} tokens, "
+                f"expected step {flight.plan.step_id} with {len(flight.sample_rows)}"
+            )
+        t.in_flight[flight.plan.rows] -= 1
+        rows, token_ids, bad = flight.sample_rows, result.token_ids, result.bad
+        if t.ended[rows].any():  # over-run tokens of runs that ended meanwhile
+            live = ~t.ended[rows]
+            rows, token_ids, bad = rows[live], token_ids[live], bad[live]
+        outcome = self._take_tokens(flight, rows, token_ids, bad)
+        self._residency.settle()
+        return outcome
+
+    def reset(self) -> None:
+        """Drop every run without a word; no step may be in flight. The prefix cache is kept."""
+        if self._flights:
+            raise IntegrityError(f"reset with {len(self._flights)} steps in flight")
+        for row in list(self.rows.row_of.values()):
+            self._residency.end(row)
+        self._residency.settle()
+        self._residency.waiting.clear()
+        self._ends.clear()
+        self._lone_row = None
+
+    def check_integrity(self) -> None:
+        """Check the books of blocks and rows. Raises IntegrityError naming the first difference."""
+        t = self.rows
+        seated = [row for row in range(t.num_rows) if t.requests[row] is not None]
+        self.blocks.check_integrity([t.blocks_of(row) for row in seated])
+        live = {row for row in seated if not t.ended[row]}
+        if set(t.row_of.values()) != live or len(seated) + t.num_free != t.num_rows:
+            raise IntegrityError(
+                f"{len(live)} live rows, {len(t.row_of)} named, {t.num_free} free of {t.num_rows}"
+            )
+        in_flight = np.zeros(t.num_rows, np.int32)
+        for flight in self._flights:
+            in_flight[flight.plan.rows] += 1
+        if (in_flight != t.in_flight).any():
+            raise IntegrityError("in-flight counts of the rows differ from the steps in flight")
+        stuck = t.ended & (t.in_flight == 0)
+        if stuck.any():
+            raise IntegrityError(f"row {int(np.flatnonzero(stuck)[0])} ended and was not freed")
+
+    # --- planning ---
+
+    def _find_lone_row(self) -> int | None:
+        """The solo row whose turn it is: it runs alone until it ends or pauses."""
+        res, t = self._residency, self.rows
+        runnable = [row for row in res.solo_rows if not t.paused[row]]
+        if runnable:
+            return min(runnable, key=lambda row: int(t.order[row]))
+        head = res.waiting.peek()
+        if head is None or not head.is_solo:
+            return None
+        if res.homeless and res.homeless[0][0] < head.order:
+            return None
+        return res.seat(head)
+
+    def _plan_decode(self, budget: int, lone: int | None) -> RowIndex:
+        """Rows that compute one token, their blocks provided, their state moved on. int64 [D]."""
+        t = self.rows
+        rows = np.flatnonzero(t.decodable)
+        if lone is not None:
+            rows = rows[rows == lone]
+        if len(rows) > budget:
+            rows = np.sort(rows[np.argsort(t.order[rows])[:budget]])
+        lacking = t.computed[rows] >= t.capacity[rows]
+        if lacking.any():
+            self._residency.grow(rows[lacking])
+            rows = rows[t.decodable[rows] & (t.computed[rows] < t.capacity[rows])]
+        t.in_flight[rows] += 1
+        return rows
+
+    def _plan_prompts(self, budget: int, lone: int | None) -> list[tuple[int, int]]:
+        """Rows that compute a prompt chunk, and its length: rows with KV and rows let in now, in
+        one order.
+        """
+        res, t = self._residency, self.rows
+        chunks: list[tuple[int, int]] = []
+        partial = res.partial.copy()
+        if lone is not None:
+            has_kv = t.phase[lone] != Phase.PROMPT or t.num_blocks[lone] or res.give_kv(lone)
+            partial = [entry for entry in res.partial if entry[1] == lone] if has_kv else []
+        can_admit = lone is None
+        at = 0
+        while budget > 0:
+            row = None
+            if can_admit and (at == len(partial) or res.next_order() < partial[at][0]):
+                row = res.admit_next()
+                can_admit = row is not None
+            if row is None:
+                if at == len(partial):
+                    break
+                row = partial[at][1]
+                at += 1
+                if t.losing_kv[row]:
+                    continue
+            num_new = min(budget, int(t.length[row] - t.computed[row]))
+            t.in_flight[row] += 1
+            budget -= num_new
+            chunks.append((row, num_new))
+        return chunks
+
+    def _build(self, decode: RowIndex, chunks: list[tuple[int, int]]) -> StepPlan:
+        """Make the plan, move the rows on by what it computes, and note it as in flight."""
+        t = self.rows
+        num_decode = len(decode)
+        rows = decode
+        num_new = np.ones(num_decode + len(chunks), np.int32)
+        sample = np.ones(num_decode + len(chunks), np.bool_)
+        if chunks:
+            chunk_rows, chunk_lens = zip(*chunks, strict=True)
+            rows = np.concatenate([decode, np.array(chunk_rows, np.int64)])
+            num_new[num_decode:] = chunk_lens
+        num_computed = t.computed[rows]
+        done = num_computed + num_new
+        if chunks:
+            sample[num_decode:] = done[num_decode:] == t.length[rows[num_decode:]]
+        sample_rows = rows[sample] if chunks else rows
+        started = self._move_on(decode, chunks, rows, done, sample_rows)
+        block_rows, block_cols, block_ids = self._residency.take_changes()
+        new_rows = tuple(self._residency.new_rows.values())
+        self._residency.new_rows.clear()
+        plan = StepPlan(
+            step_id=self._next_step_id,
+            new_rows=new_rows,
+            block_rows=block_rows,
+            block_cols=block_cols,
+            block_ids=block_ids,
+            rows=rows.astype(np.int32),
+            num_computed=num_computed,
+            num_new=num_new,
+            sample=sample,
+            num_decode=num_decode,
+        )
+        self._next_step_id += 1
+        self._flights.append(Flight(plan, sample_rows, started, int(num_new.sum())))
+        return plan
+
+    def _move_on(
+        self,
+        decode: RowIndex,
+        chunks: list[tuple[int, int]],
+        rows: RowIndex,
+        done: IntArray,
+        sample_rows: RowIndex,
+    ) -> list[int]:
+        """Count the step's tokens as computed and sampled; returns rows whose prompt is done for
+        the first time.
+        """
+        t, res = self.rows, self._residency
+        t.computed[rows] = done
+        length = t.length[sample_rows] + 1
+        t.length[sample_rows] = length
+        started: list[int] = []
+        if chunks:
+            for row in sample_rows[len(decode) :].tolist():
+                res.displace(row)
+                t.phase[row] = Phase.DECODE
+                res.place(row)
+                if not t.started[row]:
+                    t.started[row] = True
+                    started.append(row)
+        full = length >= t.limit[sample_rows]
+        if full.any():
+            last = sample_rows[full]
+            t.phase[last] = Phase.FULL
+            t.decodable[last] = False
+        return started
+
+    # --- results ---
+
+    def _take_tokens(
+        self, flight: Flight, rows: RowIndex, token_ids: IntArray, bad: npt.NDArray[np.bool_]
+    ) -> Outcome:
+        t, res = self.rows, self._residency
+        position = t.known[rows]
+        finish = self._find_ends(rows, token_ids, position)
+        if bad.any():
+            finish[bad] = Finish.ERROR
+            token_ids = np.where(bad, np.int32(-1), token_ids)
+            for row in rows[bad].tolist():
+                res.distrust(row)
+        t.tokens[rows, position] = token_ids
+        t.known[rows] = position + 1
+        rids = t.rid[rows]
+        started = [row for row in flight.started_rows if not t.ended[row]]
+        started_rids, cached = _NO_RIDS, _NO_IDS
+        if started:
+            started_rids, cached = t.rid[started], t.cached_tokens[started]
+        if self.blocks.enable_prefix_cache:
+            filled = position >= t.next_register[rows]
+            if filled.any():
+                for row in rows[filled][:_REGISTER_PER_STEP].tolist():
+                    res.register(row)
+        if finish.any():
+            for row in rows[finish != 0].tolist():
+                res.end(row)
+        return Outcome(
+            step_id=flight.plan.step_id,
+            rids=rids,
+            token_ids=token_ids,
+            finish=finish,
+            started_rids=started_rids,
+            cached_tokens=cached,
+            num_tokens=flight.num_tokens,
+        )
+
+    def _find_ends(
+        self, rows: RowIndex, token_ids: IntArray, position: IntArray
+    ) -> npt.NDArray[np.uint8]:
+        """uint8 [S]: how each of these tokens ends its run, if it does."""
+        t = self.rows
+        finish = np.zeros(len(rows), np.uint8)
+        finish[position + 1 >= t.limit[rows]] = Finish.LENGTH
+        stops = (t.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        if t.many_stop_ids:
+            for i, row in enumerate(rows.tolist()):
+                stops[i] |= int(token_ids[i]) in t.many_stop_ids.get(row, ())
+        if stops.any():
+            finish[stops & (position >= t.min_position[rows])] = Finish.STOP
+        return finish
+
+
+_NO_RIDS: LongArray = np.zeros(0, np.uint64)
+_NO_IDS: IntArray = np.zeros(0, np.int32)
