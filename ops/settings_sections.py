@@ -80,6 +80,9 @@ class LimitsSettings(Section):
     low_share: float = Field(
         default=0.1, ge=0, le=1, description="share of tokens kept for low priority"
     )
+    max_engine_kills: int = Field(
+        default=3, ge=1, description="a job that was there when so many engines died is dead"
+    )
     default_max_tokens: int = Field(
         default=256, ge=1, description="max_tokens of a job that names none"
     )
@@ -121,3 +124,4 @@ class FakeSettings(Section):
     crash_token: int = Field(default=-1, ge=-1, description="the engine kills itself on this id")
     hang_token: int = Field(default=-1, ge=-1, description="the engine hangs on this id")
     nan_token: int = Field(default=-1, ge=-1, description="logits are not finite on this id")
+    is_async: bool = Field(default=False, description="steps run ahead, as on a GPU")
