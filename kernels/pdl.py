@@ -35,3 +35,16 @@ def pdl_begin(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def prefetch_l2(pointers):
+    """Ask for the cache lines at `pointers` (any block of pointers, one a line); no result, no wait."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,123 @@
+"""Matrix times vector for one decode row, with its neighbours fused and its weights read ahead.
+
+Bound by the bytes of the weights. One program computes BLOCK_N outputs over the whole K with wide tiles and float32
+accumulators, and one sum at the end. With programmatic dependent launch the first weight tile is in flight before the
+wait for the kernel that makes x.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.activation import silu_mul_values
+from kernels.pdl import pdl_options
+from kernels.tiles import GemvTile, gemv_tile
+
+PROLOGUE_NONE, PROLOGUE_NORM, PROLOGUE_SILU = 0, 1, 2
+
+
+@triton.jit
+def _gemv_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    num_rows,
+    weight_stride,
+    eps,
+    K: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = rows < num_rows
+    columns = tl.arange(0, BLOCK_K)
+    weight_at = weight_ptr + rows.to(tl.int64)[:, None] * weight_stride + columns[None, :]
+    tile = tl.load(weight_at, mask=row_mask[:, None] & (columns < K)[None, :], other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    square = tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(0, K, BLOCK_K):
+        here = k + columns
+        mask = here < K
+        x = tl.load(x_ptr + here, mask=mask, other=0.0).to(tl.float32)
+        if PROLOGUE == 1:
+            square += x * x
+            x *= tl.load(norm_ptr + here, mask=mask, other=0.0).to(tl.float32)
+        if PROLOGUE == 2:
+            up = tl.load(x_ptr + K + here, mask=mask, other=0.0).to(tl.float32)
+            x = silu_mul_values(x, up)
+        current = tile
+        if k + BLOCK_K < K:
+            next_mask = row_mask[:, None] & (here + BLOCK_K < K)[None, :]
+            tile = tl.load(weight_at + (k + BLOCK_K), mask=next_mask, other=0.0)
+        acc += current.to(tl.float32) * x[None, :]
+    y = tl.sum(acc, axis=1)
+    if PROLOGUE == 1:
+        # The row's scale is one factor of the whole sum: applied once, in float32.
+        y *= tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+    if HAS_BIAS:
+        y += bias
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=row_mask)
+
+
+def gemv(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu: bool = False,
+    residual: torch.Tensor | None = None,
+    pdl: bool = True,
+    tile: GemvTile | None = None,
+) -> None:
+    """out = f(x) W^T + bias + residual for one row; see small_gemm.small_linear for f and the arguments.
+
+    Args:
+        out: [1, N] contiguous, float32 or the dtype of x; written. May be residual.
+        x: [1, K] contiguous, or [1, 2 K] gate and up when silu.
+        weight: [N, K], last dimension contiguous.
+        bias: [N]. norm_weight: [K]. residual: [1, N]. tile: None: from the table.
+    """
+    num_rows, k = weight.shape
+    if tile is None:
+        tile = gemv_tile(num_rows, k)
+    prologue = PROLOGUE_SILU if silu else PROLOGUE_NORM if norm_weight is not None else 0
+    _gemv_kernel[(triton.cdiv(num_rows, tile.block_n),)](
+        out,
+        x,
+        weight,
+        bias if bias is not None else weight,
+        norm_weight if norm_weight is not None else weight,
+        residual if residual is not None else x,
+        num_rows,
+        weight.stride(0),
+        eps,
+        K=k,
+        PROLOGUE=prologue,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        num_warps=tile.num_warps,
+        **pdl_options(out, pdl),
+    )

@@ -1,0 +1,259 @@
+"""Linear layers of a small decode batch: memory-bound GEMM with its neighbours fused and its weights read ahead.
+
+The tensor cores see x (times the norm's weight) in its own type; the norm's row scale multiplies the float32 sum. For
+N too small to fill the GPU, K is split: each program leaves a partial tile, the last of a tile to arrive adds them up
+in order, so results do not vary from run to run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.activation import silu_mul_values
+from kernels.gemv import PROLOGUE_NONE, PROLOGUE_NORM, PROLOGUE_SILU, gemv
+from kernels.pdl import pdl_options, prefetch_l2
+from kernels.tiles import SmallGemmTile, small_gemm_tile
+
+MAX_SMALL_M = 64
+WORKSPACE_FLOATS = 1 << 22
+WORKSPACE_TILES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class GemmWorkspace:
+    """Partial tiles of split-K, shared by all layers. partials float32; arrivals int32, zero between calls."""
+
+    partials: torch.Tensor
+    arrivals: torch.Tensor
+
+
+def new_gemm_workspace(device: torch.device) -> GemmWorkspace:
+    """Allocate the workspace: 16 MiB of partial tiles and their counters."""
+    return GemmWorkspace(
+        partials=torch.zeros(WORKSPACE_FLOATS, device=device),
+        arrivals=torch.zeros(WORKSPACE_TILES, dtype=torch.int32, device=device),
+    )
+
+
+@triton.jit
+def _small_gemm_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    num_tokens,
+    num_rows,
+    out_stride,
+    x_stride,
+    weight_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    SPLIT_LEN: tl.constexpr = ((K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K)) * BLOCK_K
+    block = tl.program_id(0)
+    k_begin = tl.program_id(1) * SPLIT_LEN
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_K)
+    row_mask = rows < num_rows
+    token_mask = tokens < num_tokens
+    # Rows past the end read the last one: no mask in the loop, their results are not stored.
+    safe_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    weight_at = weight_ptr + safe_rows[:, None] * weight_stride + columns[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        lines = tl.arange(0, PREFETCH_LINES) * (
+            128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        )
+        line_at = weight_ptr + safe_rows[:, None] * weight_stride + k_begin + lines[None, :]
+        prefetch_l2(line_at)
+        gdc_wait()
+    x_at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    square = tl.zeros([BLOCK_M], tl.float32)
+    for k in tl.range(k_begin, min(k_begin + SPLIT_LEN, K), BLOCK_K, num_stages=STAGES):
+        mask = k + columns < K
+        if K % BLOCK_K == 0:
+            w = tl.load(weight_at + k)
+            x = tl.load(x_at + k, mask=token_mask[:, None], other=0.0)
+        else:
+            w = tl.load(weight_at + k, mask=mask[None, :], other=0.0)
+            x = tl.load(x_at + k, mask=token_mask[:, None] & mask[None, :], other=0.0)
+        if PROLOGUE == 1:
+            x32 = x.to(tl.float32)
+            square += tl.sum(x32 * x32, axis=1)
+            norm = tl.load(norm_ptr + k + columns, mask=mask, other=0.0).to(tl.float32)
+            x = (x32 * norm[None, :]).to(x.dtype)
+        if PROLOGUE == 2:
+            up = tl.load(x_at + K + k, mask=token_mask[:, None] & mask[None, :], other=0.0)
+            x = silu_mul_values(x.to(tl.float32), up.to(tl.float32)).to(x.dtype)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=DOT_PRECISION)
+    is_final = True
+    if SPLIT_K > 1:
+        tile_at = tokens[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        STRIDE: tl.constexpr = BLOCK_M * (BLOCK_N + 1)
+        base = partial_ptr + block.to(tl.int64) * (SPLIT_K * STRIDE)
+        mine = base + tl.program_id(1) * STRIDE
+        tl.store(mine + tile_at, acc)
+        tl.store(mine + BLOCK_M * BLOCK_N + tokens, square)
+        tl.debug_barrier()  # all stores of this program before its arrival
+        arrived = tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel") + 1
+        is_final = arrived == SPLIT_K
+        if is_final:
+            tl.store(arrivals_ptr + block, 0)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            square = tl.zeros([BLOCK_M], tl.float32)
+            for split in tl.static_range(SPLIT_K):
+                at = base + split * STRIDE
+                acc += tl.load(at + tile_at, cache_modifier=".cg")
+                square += tl.load(at + BLOCK_M * BLOCK_N + tokens, cache_modifier=".cg")
+    if is_final:
+        if PROLOGUE == 1:
+            acc *= tl.rsqrt(square / K + eps)[:, None]
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)[None, :]
+        mask = token_mask[:, None] & row_mask[None, :]
+        long_tokens = tokens.to(tl.int64)[:, None]
+        if HAS_RESIDUAL:
+            residual_at = residual_ptr + long_tokens * residual_stride + rows[None, :]
+            acc += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
+        out_at = out_ptr + long_tokens * out_stride + rows[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def small_linear(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    workspace: GemmWorkspace,
+    *,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu: bool = False,
+    residual: torch.Tensor | None = None,
+    pdl: bool = True,
+    tile: SmallGemmTile | None = None,
+) -> None:
+    """out = f(x) W^T + bias + residual, for at most MAX_SMALL_M rows, in one launch.
+
+    f is the identity; RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight where norm_weight is given; or
+    silu(x[:, :K]) * x[:, K:] where silu is set.
+
+    Args:
+        out: [M, N], last dimension contiguous, float32 or the dtype of x; written. May be residual, not x.
+        x: [M, K], or [M, 2 K] when silu; last dimension contiguous.
+        weight: [N, K], last dimension contiguous, dtype of x.
+        workspace: from new_gemm_workspace; one per stream.
+        bias: [N]. norm_weight: [K]. residual: [M, N], last dimension contiguous.
+        eps: of the norm. pdl: launch while the kernel before still runs.
+        tile: None: from the table.
+
+    Raises:
+        ValueError: more rows than MAX_SMALL_M, or both a norm and silu.
+    """
+    num_tokens = x.shape[0]
+    num_rows, k = weight.shape
+    if num_tokens > MAX_SMALL_M or (silu and norm_weight is not None):
+        raise ValueError(f"small_linear takes up to {MAX_SMALL_M} rows and one of norm and silu")
+    if num_tokens == 1 and tile is None:
+        gemv(
+            out,
+            x,
+            weight,
+            bias=bias,
+            norm_weight=norm_weight,
+            eps=eps,
+            silu=silu,
+            residual=residual,
+            pdl=pdl,
+        )
+        return
+    if tile is None:
+        tile = small_gemm_tile(num_tokens, num_rows, k)
+    block_m = max(16, triton.next_power_of_2(num_tokens))
+    num_blocks = triton.cdiv(num_rows, tile.block_n)
+    split_k = tile.split_k
+    if split_k > 1 and (
+        num_blocks > WORKSPACE_TILES
+        or num_blocks * split_k * block_m * (tile.block_n + 1) > WORKSPACE_FLOATS
+    ):
+        split_k = 1
+    prologue = (
+        PROLOGUE_SILU if silu else PROLOGUE_NORM if norm_weight is not None else PROLOGUE_NONE
+    )
+    _small_gemm_kernel[(num_blocks, split_k)](
+        out,
+        x,
+        weight,
+        bias if bias is not None else weight,
+        norm_weight if norm_weight is not None else weight,
+        residual if residual is not None else x,
+        workspace.partials,
+        workspace.arrivals,
+        num_tokens,
+        num_rows,
+        out.stride(0),
+        x.stride(0),
+        weight.stride(0),
+        residual.stride(0) if residual is not None else 0,
+        eps,
+        K=k,
+        PROLOGUE=prologue,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SPLIT_K=split_k,
+        STAGES=tile.num_stages,
+        PREFETCH_LINES=max(tile.block_k * x.element_size() // 128, 1) * tile.prefetch_tiles,
+        DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps,
+        **pdl_options(out, pdl),
+    )
+
+
+def small_linear_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu: bool = False,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The same in torch, in `dtype` throughout (float64 for tests)."""
+    a = x.to(dtype)
+    if silu:
+        gate, up = a.chunk(2, dim=-1)
+        a = torch.nn.functional.silu(gate) * up
+    if norm_weight is not None:
+        a = a * torch.rsqrt(a.square().mean(-1, keepdim=True) + eps) * norm_weight.to(dtype)
+    y = a @ weight.to(dtype).T
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y if residual is None else y + residual.to(dtype)

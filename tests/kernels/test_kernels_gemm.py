@@ -1,0 +1,110 @@
+"""GEMV, small-M GEMM with fused neighbours, and the batch-invariant GEMM, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.fixed_gemm import fixed_linear, fixed_linear_ref
+from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_ref
+from kernels.tiles import SmallGemmTile
+from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
+
+FUSIONS = ["plain", "norm", "silu", "bias+residual", "norm+bias"]
+
+
+def arguments(m, n, k, fusion, dtype):
+    x = randn(m, 2 * k if fusion == "silu" else k, dtype=dtype)
+    weight = randn(n, k, dtype=dtype, seed=1) * k**-0.5
+    options = {}
+    if "norm" in fusion:
+        options |= {"norm_weight": randn(k, dtype=dtype, seed=2), "eps": 1e-5}
+    if "bias" in fusion:
+        options["bias"] = randn(n, dtype=dtype, seed=3)
+    if "residual" in fusion:
+        options["residual"] = randn(m, n, dtype=dtype, seed=4)
+    if fusion == "silu":
+        options["silu"] = True
+    return x, weight.to(dtype), options
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 70, 96), (1, 33, 576), (3, 70, 96), (17, 48, 160), (64, 33, 64)]
+)
+def test_small_linear_matches_float64(dtype, fusion, m, n, k) -> None:
+    x, weight, options = arguments(m, n, k, fusion, dtype)
+    out = poisoned(m, n, dtype=dtype)
+    small_linear(out, x, weight, new_gemm_workspace(torch.device(DEVICE)), **options)
+    expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("split_k", [2, 3])
+def test_split_k_adds_every_part_once_and_leaves_the_counters_at_zero(fusion, split_k) -> None:
+    dtype = DTYPES[-1]
+    x, weight, options = arguments(5, 70, 352, fusion, dtype)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    workspace.partials.fill_(float("nan"))
+    tile = SmallGemmTile(32, 64, split_k, 4, 2)
+    for _ in range(2):
+        out = poisoned(5, 70, dtype=dtype)
+        small_linear(out, x, weight, workspace, **options, tile=tile)
+        expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
+        assert relative_error(out, expected) < TOLERANCE[dtype]
+        assert not workspace.arrivals.any()
+
+
+def test_small_linear_may_write_over_its_residual() -> None:
+    dtype = DTYPES[-1]
+    for m in (1, 5):
+        x, weight, options = arguments(m, 70, 96, "bias+residual", dtype)
+        expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
+        stream = options["residual"]
+        small_linear(stream, x, weight, new_gemm_workspace(torch.device(DEVICE)), **options)
+        assert relative_error(stream, expected) < TOLERANCE[dtype]
+
+
+def test_small_linear_writes_float32_logits() -> None:
+    dtype = DTYPES[-1]
+    for m in (1, 5):
+        x, weight, options = arguments(m, 130, 96, "norm", dtype)
+        out = poisoned(m, 130)
+        small_linear(out, x, weight, new_gemm_workspace(torch.device(DEVICE)), **options)
+        expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
+        assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+def test_small_linear_refuses_more_rows_than_it_is_made_for() -> None:
+    x, weight, _ = arguments(65, 16, 16, "plain", torch.float32)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    with pytest.raises(ValueError, match="up to 64 rows"):
+        small_linear(poisoned(65, 16), x, weight, workspace)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 70, 96), (65, 130, 72), (130, 33, 64)])
+def test_fixed_linear_matches_float64(dtype, m, n, k) -> None:
+    x, weight, options = arguments(m, n, k, "bias+residual", dtype)
+    out = poisoned(m, n, dtype=dtype)
+    fixed_linear(out, x, weight, **options)
+    expected = fixed_linear_ref(x, weight, **options, dtype=torch.float64)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+def test_fixed_linear_gives_a_row_the_same_bits_whatever_m_is() -> None:
+    """Row 0 alone and first of 5, 64, 65, 129 and 300; a row in the middle equals itself alone."""
+    dtype = DTYPES[-1]
+    sizes = [1, 5, 64, 65, 129, 300]
+    x, weight, _ = arguments(300, 96, 160, "plain", dtype)
+    outputs = []
+    for m in sizes:
+        out = poisoned(m, 96, dtype=torch.float32)
+        fixed_linear(out, x[:m], weight)
+        outputs.append(out)
+    assert all(torch.equal(out[0], outputs[0][0]) for out in outputs)
+    middle = poisoned(1, 96, dtype=torch.float32)
+    fixed_linear(middle, x[128:129], weight)
+    assert torch.equal(middle[0], outputs[-1][128])
