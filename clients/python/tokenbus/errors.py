@@ -158,9 +158,9 @@ class Internal(TokenbusError):
 
 
 _ALL: tuple[type[TokenbusError], ...] = (
-    InvalidField, BadFrame, NoSession, VersionMismatch, Unsupported, TooLarge, TooLong, UnknownModel,
-    UnknownQueue, UnknownJob, Conflict, Gone, Busy, Draining, EngineLost, Poisoned, NonFinite,
-    BusUnavailable, ProtocolError, Internal,
+    InvalidField, BadFrame, NoSession, VersionMismatch, Unsupported, TooLarge, TooLong,
+    UnknownModel, UnknownQueue, UnknownJob, Conflict, Gone, Busy, Draining, EngineLost,
+    Poisoned, NonFinite, BusUnavailable, ProtocolError, Internal,
 )  # fmt: skip
 _CLASSES: dict[str, type[TokenbusError]] = {cls.code: cls for cls in _ALL}
 

@@ -1,0 +1,123 @@
+"""One job on a ZeroMQ connection: which message to send when, so that no token is missed.
+
+new --submit--> submitted --ACCEPTED--> running --DONE, ERROR--> over
+                    ^                     | hole, new connection: RESUME
+                    +--- new worker ------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from tokenbus.assemble import Verdict
+from tokenbus.bodies import Accepted, Resume
+from tokenbus.errors import EngineLost, ProtocolError, TokenbusError
+from tokenbus.events import Done, Started, Tokens
+from tokenbus.parse import build_submit
+from tokenbus.protocol import MessageType
+from tokenbus.request import JobRequest
+from tokenbus.stream import Job
+
+Send = Callable[[MessageType, dict[str, object], list[bytes]], None]
+
+RESUME_AGAIN_S = 1.0
+MAX_RESUMES = 5  # without a new token in between
+
+
+class ZmqJob:
+    """Follows one job for one reader. `send` drops messages while there is no session."""
+
+    def __init__(self, job: Job, send: Send) -> None:
+        self.job = job
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._opened_s = self._loop.time()
+        self._seed: int | None = None  # the one in use, told by ACCEPTED
+        self._num_resumes = 0
+        self._resumed_s = 0.0
+
+    @property
+    def is_resuming(self) -> bool:
+        """RESUME was sent and nothing new came since."""
+        return self._num_resumes > 0
+
+    def submit(self) -> None:
+        """Send the job, with what the reader already holds. Raises TooLarge over the worker's
+        limits.
+        """
+        request = self.job.request
+        assert request is not None, f"job {self.job.name} was not opened here"
+        body, blobs = build_submit(self._continued(request))
+        self._send(MessageType.SUBMIT, body, blobs)
+
+    def resume(self) -> None:
+        """Ask for everything after the last token; at most once a second."""
+        now_s = self._loop.time()
+        if self._num_resumes and now_s - self._resumed_s < RESUME_AGAIN_S:
+            return
+        if self._num_resumes >= MAX_RESUMES:
+            last = self.job.assembler.last
+            message = f"job {self.job.name}: the worker does not resend what follows seq {last}"
+            self.job.fail(ProtocolError(message, field="seq"))
+            return
+        self._num_resumes += 1
+        self._resumed_s = now_s
+        body = Resume(self.job.name, self.job.assembler.last).to_body()
+        self._send(MessageType.RESUME, body, [])
+
+    def pick_up(self, is_same_worker: bool) -> None:
+        """After a WELCOME: go on where the last connection ended."""
+        self._num_resumes = 0
+        request = self.job.request
+        was_accepted = self.job.accepted.done()
+        if request is None or (was_accepted and (is_same_worker or request.durable)):
+            self.resume()
+            return
+        try:
+            self.submit()
+        except TokenbusError as error:  # this worker's limits are lower
+            self.job.fail(error)
+
+    def on_accepted(self, accepted: Accepted, worker: str) -> None:
+        """The worker has the job."""
+        self._seed = accepted.seed
+        name, attempt = accepted.job, accepted.attempt
+        self.job.on_started(Started(name, attempt, worker, accepted.seed, accepted.prompt_tokens))
+
+    def on_rejected(self, error: TokenbusError) -> None:
+        """The worker does not take the job, or not what is left of it."""
+        if error.field.startswith("have"):
+            error = EngineLost("the worker was restarted and cannot continue the job")
+        self.job.fail(error)
+
+    def on_tokens(self, event: Tokens) -> None:
+        """Hand out new tokens; ask for missing ones."""
+        verdict = self.job.on_tokens(event)
+        if verdict is Verdict.NEW:
+            self._num_resumes = 0
+        elif verdict is Verdict.HOLE:
+            self.resume()
+
+    def on_done(self, done: Done) -> None:
+        """The end, or a sign that tokens before it are missing."""
+        if self.job.on_done(done) is Verdict.HOLE:
+            self.resume()
+
+    def on_tick(self) -> None:
+        """Ask again for what a RESUME did not bring."""
+        if self._num_resumes:
+            self.resume()
+
+    def _continued(self, request: JobRequest) -> JobRequest:
+        """The request for a worker that never saw the job: with its seed, its tokens and the time
+        that is left.
+        """
+        if request.deadline_ms is not None:
+            gone_ms = int((self._loop.time() - self._opened_s) * 1_000)
+            request = replace(request, deadline_ms=max(request.deadline_ms - gone_ms, 1))
+        if self._seed is None:
+            return request
+        params = replace(request.params, seed=self._seed)
+        return replace(request, params=params, have=tuple(self.job.assembler.ids))
