@@ -231,8 +231,9 @@ async def _submit(
 def tail(
     job: JobId,
     from_seq: Annotated[
-        int, typer.Option("--from-seq", metavar="SEQ", min=1, help="First token wanted.")
-    ] = 1,
+        int,
+        typer.Option("--from-seq", metavar="SEQ", min=0, help="Last token seen; 0: everything."),
+    ] = 0,
     redis: RedisUrl = None,
     queue: Queue = None,
     data_dir: DataDir = None,
