@@ -216,6 +216,11 @@ class Actor:
         self._timers.add(handle)
         return handle
 
+    def cancel_timer(self, handle: asyncio.TimerHandle) -> None:
+        """Undo a `later` that has not fired."""
+        handle.cancel()
+        self._timers.discard(handle)
+
     def every(self, period_s: float, callback: Callable[[], None]) -> None:
         """Call each period_s until close; late turns are not made up for."""
 

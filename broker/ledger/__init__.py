@@ -1,0 +1,1 @@
+"""Every job's state, from acceptance to its one terminal event."""

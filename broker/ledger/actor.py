@@ -1,0 +1,438 @@
+"""The ledger actor: takes jobs from the doors, runs them in the engine, ends each exactly once.
+
+The only place where a job's state changes. It asks the queue who goes next, `Runs` how many may,
+`Trials` who must run alone after a crash; the doors get one `Publish` a burst.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from broker.actor import Actor, ActorSystem, Overflow
+from broker.config import QueueConfig
+from broker.ledger.deadlines import Deadlines
+from broker.ledger.job import Job, JobState
+from broker.ledger.outbox import Outbox
+from broker.ledger.runs import Runs
+from broker.ledger.trials import Trials
+from broker.link_messages import (
+    EngineGone,
+    EngineProgress,
+    EngineStats,
+    EngineUp,
+    RingState,
+    RunRejected,
+    Steps,
+)
+from broker.messages import (
+    Accepted,
+    Address,
+    Cancel,
+    Capacity,
+    Done,
+    Drain,
+    Drop,
+    EngineState,
+    Failed,
+    Pause,
+    Refused,
+    Submit,
+    Unpause,
+)
+from broker.queue import FairQueue
+from broker.ring.records import Finish, StepEvents
+from broker.text.vocabulary import Vocabulary
+from tokenbus.errors import (
+    Busy,
+    Conflict,
+    Draining,
+    Internal,
+    NonFinite,
+    Poisoned,
+    TokenbusError,
+    from_wire,
+)
+
+log = structlog.get_logger("broker.ledger")
+
+STATE_PERIOD_S = 1.0
+
+
+class LedgerActor(Actor):
+    """Mailbox policy CRASH: what comes in are promises to keep; the doors bound what they send."""
+
+    def __init__(
+        self, system: ActorSystem, limits: QueueConfig, vocabulary: Vocabulary, link: Address
+    ) -> None:
+        super().__init__(system, "ledger", capacity=131_072, overflow=Overflow.CRASH)
+        self.drained = asyncio.Event()  # set when a drain has left no job behind
+        self._vocabulary = vocabulary
+        self._doors: list[Address] = []
+        self._jobs: dict[str, Job] = {}
+        self._queue = FairQueue(limits)
+        self._runs = Runs(link)
+        self._trials = Trials(limits.max_engine_kills)
+        self._deadlines = Deadlines()
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._deadline_armed_ns = 0
+        self._outbox = Outbox()
+        self._is_draining = False
+        self._slots = -1
+        self._progress = 0
+        self._engine_stats: dict[str, Any] | None = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Submit: self._on_submit,
+            Cancel: self._on_cancel,
+            Drop: self._on_drop,
+            Pause: self._on_pause,
+            Unpause: self._on_unpause,
+            Drain: self._on_drain,
+            Steps: self._on_steps,
+            RunRejected: self._on_rejected,
+            EngineStats: self._on_stats,
+            EngineUp: self._on_engine_up,
+            EngineGone: self._on_engine_gone,
+            EngineProgress: lambda _: None,
+            RingState: self._on_ring_state,
+        }
+
+    def add_door(self, door: Address) -> None:
+        """A door to keep informed with `Capacity` and `EngineState`. Call before `start`."""
+        self._doors.append(door)
+
+    def start(self) -> None:
+        """Begin the regular state reports."""
+        self.every(STATE_PERIOD_S, self._tell_state)
+
+    def handle(self, message: object) -> None:
+        """See the module."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise TypeError(f"the ledger takes no {type(message).__name__}")
+        handler(message)
+
+    def after_burst(self) -> None:
+        """Start what may run, then tell the doors what happened."""
+        self._start_runs()
+        self._outbox.flush()
+        self._tell_capacity()
+        self._arm_deadline_timer()
+        if self._is_draining and not self._jobs:
+            self.drained.set()
+
+    # ------------------------------------------------------------ from the doors
+
+    def _on_submit(self, message: Submit) -> None:
+        name = message.prepared.request.job
+        known = self._jobs.get(name)
+        if known is not None and self._meets_known(known, message):
+            return
+        if self._is_draining:
+            error: TokenbusError = Draining("the worker is draining", retry_ms=1_000)
+            message.door.tell(Refused(name, error))
+            return
+        job = Job(message, self._vocabulary)
+        try:
+            position = self._queue.admit(job.ticket())
+        except Busy as busy:
+            message.door.tell(Refused(name, busy))
+            return
+        self._jobs[name] = job
+        if job.deadline_ns is not None:
+            self._deadlines.add(name, job.deadline_ns)
+        message.door.tell(_accepted(job, position))
+        reason = job.resume_text()
+        if reason is not None:
+            self._end(job, job.done(reason, time.monotonic_ns()))
+        elif message.solo:
+            self._queue.remove(name)
+            job.move(JobState.SUSPECT)
+            self._trials.add(job)
+
+    def _meets_known(self, known: Job, message: Submit) -> bool:
+        """True if the submit was answered; False if it replaces the job that was known."""
+        is_same_door = known.door is message.door
+        if is_same_door and message.attempt > known.attempt:
+            self._forget(known)  # fenced: this worker itself owns the newer attempt
+            return False
+        is_same = known.prepared.request == message.prepared.request
+        if is_same_door and message.attempt == known.attempt and is_same:
+            message.door.tell(_accepted(known, 0))
+        else:
+            error = Conflict(f"job {known.name!r} is already running here", field="job")
+            message.door.tell(Refused(known.name, error))
+        return True
+
+    def _on_cancel(self, message: Cancel) -> None:
+        job = self._jobs.get(message.job)
+        if job is not None:
+            self._end(job, job.done(message.reason, time.monotonic_ns()))
+
+    def _on_drop(self, message: Drop) -> None:
+        job = self._jobs.get(message.job)
+        if job is not None:
+            self._forget(job)
+
+    def _on_pause(self, message: Pause) -> None:
+        job = self._jobs.get(message.job)
+        if job is None or job.is_paused:
+            return
+        job.is_paused = True
+        if job.state is JobState.RUNNING and job is not self._trials.current:
+            self._runs.pause(job)
+            return
+        self._queue.remove(job.name)
+        self._trials.remove(job, cleared=False)
+        self._runs.abort(job)
+        job.move(JobState.PAUSED)
+
+    def _on_unpause(self, message: Unpause) -> None:
+        job = self._jobs.get(message.job)
+        if job is None or not job.is_paused:
+            return
+        job.is_paused = False
+        if job.state is JobState.RUNNING:
+            self._runs.resume(job)
+        elif job.strikes:
+            job.move(JobState.SUSPECT)
+            self._trials.add(job)
+        else:
+            self._requeue(job)
+
+    def _on_drain(self, message: Drain) -> None:
+        self._is_draining = True
+        log.info("ledger.draining", jobs=len(self._jobs), drain_ms=message.drain_ms)
+        for job in list(self._jobs.values()):
+            if job.state is not JobState.RUNNING:
+                self._release(job)
+        self.later(message.drain_ms / 1000, self._release_all)
+
+    def _release_all(self) -> None:
+        for job in list(self._jobs.values()):
+            self._release(job)
+        self.after_burst()
+
+    # ------------------------------------------------------------ from the engine
+
+    def _on_steps(self, message: Steps) -> None:
+        now_ns = time.monotonic_ns()
+        self._progress += len(message.steps)
+        by_rid = self._runs.by_rid
+        touched: list[Job] = []
+        for step in message.steps:
+            if len(step.started_rids):
+                self._note_started(step)
+            if step.finish.any():
+                self._take_ends(step, touched, now_ns)
+                continue
+            for rid, token_id in zip(step.rids.tolist(), step.token_ids.tolist(), strict=True):
+                job = by_rid.get(rid)
+                if job is not None:
+                    if not job.fresh:
+                        touched.append(job)
+                    job.fresh.append(token_id)
+        for job in touched:
+            if job.fresh:
+                self._publish(job, now_ns)
+
+    def _note_started(self, step: StepEvents) -> None:
+        started = zip(step.started_rids.tolist(), step.cached_tokens.tolist(), strict=True)
+        for rid, cached_tokens in started:
+            job = self._runs.by_rid.get(rid)
+            if job is not None and not job.first_token_ns:
+                job.cached_tokens = cached_tokens
+
+    def _take_ends(self, step: StepEvents, touched: list[Job], now_ns: int) -> None:
+        """A step in which some runs ended."""
+        columns = step.rids.tolist(), step.token_ids.tolist(), step.finish.tolist()
+        for rid, token_id, finish in zip(*columns, strict=True):
+            job = self._runs.ended(rid) if finish else self._runs.by_rid.get(rid)
+            if job is None:
+                continue
+            if token_id >= 0:
+                if not job.fresh:
+                    touched.append(job)
+                job.fresh.append(token_id)
+            if finish:
+                self._finish(job, finish, now_ns)
+
+    def _publish(self, job: Job, now_ns: int) -> None:
+        """The fresh tokens of a run that goes on, unless they complete a stop string."""
+        tokens = job.take_tokens(Finish.NOT_FINISHED, now_ns)
+        if tokens is not None:
+            self._outbox.add(job.door, tokens)
+        if job.detokenizer.is_stopped:
+            self._end(job, job.done("stop", now_ns))
+        elif self._trials.is_cleared(job):
+            self._clear(job)
+
+    def _finish(self, job: Job, finish: int, now_ns: int) -> None:
+        """The engine ended the run."""
+        tokens = job.take_tokens(finish, now_ns)
+        if tokens is not None:
+            self._outbox.add(job.door, tokens)
+        if job.detokenizer.is_stopped or finish == Finish.STOP:
+            self._end(job, job.done("stop", now_ns))
+        elif finish == Finish.LENGTH:
+            self._end(job, job.done("length", now_ns))
+        elif finish == Finish.ERROR:
+            self._end(job, job.failed(NonFinite("the model's output is not finite")))
+        else:
+            self._end(job, job.failed(Internal("the engine ended the run unasked")))
+
+    def _on_rejected(self, message: RunRejected) -> None:
+        reject = message.reject
+        job = self._runs.ended(reject.rid)
+        if job is not None:
+            error = from_wire(reject.code, reject.message, field=reject.field)
+            self._end(job, job.failed(error))
+
+    def _on_stats(self, message: EngineStats) -> None:
+        self._progress += 1
+        self._engine_stats = message.stats
+
+    def _on_ring_state(self, message: RingState) -> None:
+        self._runs.is_ring_full = message.is_full
+
+    def _on_engine_up(self, message: EngineUp) -> None:
+        self._runs.up(message)
+        self._tell_state()
+
+    def _on_engine_gone(self, message: EngineGone) -> None:
+        computing = []
+        for job in self._runs.gone():
+            if job.is_paused:
+                job.move(JobState.PAUSED)
+            else:
+                computing.append(job)
+                job.move(JobState.SUSPECT)
+        poison, suspects = self._trials.accuse(computing)
+        log.error(
+            "engine.lost", pid=message.pid, suspects=len(suspects), poison=[j.name for j in poison]
+        )
+        self._tell_state(tuple(job.name for job in computing))
+        for job in poison:
+            text = f"the engine died {job.strikes} times with this job in it, the last time alone"
+            self._end(job, job.failed(Poisoned(text), dead=True))
+
+    # ------------------------------------------------------------ state changes
+
+    def _start_runs(self) -> None:
+        runs, queue = self._runs, self._queue
+        if self._trials:
+            if runs.num_free and not runs.num_occupied:
+                suspect = self._trials.next()
+                if suspect is not None:
+                    runs.start(suspect, solo=True)
+            return
+        while runs.num_free and (ticket := queue.pop()) is not None:
+            runs.start(self._jobs[ticket.job], solo=False)
+        if len(queue) and runs.is_up and not runs.num_free:
+            self._evict_paused()
+
+    def _evict_paused(self) -> None:
+        """A paused run gives its place in the engine to a job that can use it."""
+        job = self._runs.longest_paused()
+        if job is not None:
+            self._runs.abort(job)
+            job.move(JobState.PAUSED)
+
+    def _clear(self, job: Job) -> None:
+        """The job on trial is innocent: it goes back to the others, to run beside them."""
+        self._trials.remove(job, cleared=True)
+        self._runs.abort(job)
+        self._requeue(job)
+
+    def _requeue(self, job: Job) -> None:
+        job.move(JobState.QUEUED)
+        self._queue.requeue(job.ticket())
+
+    def _end(self, job: Job, event: Done | Failed) -> None:
+        """The one terminal event of a job."""
+        if job.launched_ns:
+            self._queue.refund(job.ticket(), job.prepared.max_tokens - len(job.ids))
+        self._outbox.add(job.door, event)
+        self._forget(job)
+        reason = event.reason if isinstance(event, Done) else event.error.code
+        log.info(
+            "request.finished", job=job.name, attempt=job.attempt, reason=reason, **_facts(event)
+        )
+
+    def _release(self, job: Job) -> None:
+        """Give the job back to its door; another worker may take it, and nothing is charged."""
+        self._outbox.release(job.door, job.name)
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        self._runs.abort(job)
+        self._queue.remove(job.name)
+        self._trials.remove(job, cleared=True)
+        self._deadlines.remove(job.name)
+        job.move(JobState.ENDED)
+        del self._jobs[job.name]
+
+    # ------------------------------------------------------------ regular work
+
+    def _arm_deadline_timer(self) -> None:
+        next_ns = self._deadlines.next_ns()
+        if next_ns is None or (self._deadline_timer and next_ns == self._deadline_armed_ns):
+            return
+        if self._deadline_timer is not None:
+            self.cancel_timer(self._deadline_timer)
+        delay_s = max(0, next_ns - time.monotonic_ns()) / 1e9
+        self._deadline_armed_ns = next_ns
+        self._deadline_timer = self.later(delay_s, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        self._deadline_timer = None
+        now_ns = time.monotonic_ns()
+        for name in self._deadlines.take_due(now_ns):
+            job = self._jobs[name]
+            self._end(job, job.done("deadline", now_ns))
+        self.after_burst()
+
+    def _tell_capacity(self) -> None:
+        runs = self._runs
+        is_closed = self._is_draining or not runs.is_up or runs.is_ring_full
+        slots = 0 if is_closed else max(0, 2 * runs.max_num_seqs - len(self._jobs))
+        if slots != self._slots:
+            self._slots = slots
+            for door in self._doors:
+                door.tell(Capacity(slots))
+
+    def _tell_state(self, suspects: tuple[str, ...] = ()) -> None:
+        state = EngineState(
+            ready=self._runs.is_up,
+            progress=self._progress,
+            suspects=suspects,
+            num_queued=len(self._jobs) - len(self._runs.by_rid),
+            num_running=len(self._runs.by_rid),
+            engine=self._engine_stats,
+        )
+        for door in self._doors:
+            door.tell(state)
+
+
+def _accepted(job: Job, position: int) -> Accepted:
+    prompt_tokens = len(job.prepared.prompt_ids)
+    return Accepted(job.name, job.attempt, job.seed, prompt_tokens, position)
+
+
+def _facts(event: Done | Failed) -> dict[str, object]:
+    """What the canonical line of a job says about it; never its text."""
+    if isinstance(event, Failed):
+        return {"output_tokens": event.seq, "error": event.error.message, "dead": event.dead}
+    usage = event.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "queue_ms": round(usage.queue_ms, 1),
+        "first_token_ms": round(usage.ttft_ms, 1),
+        "total_ms": round(usage.total_ms, 1),
+    }

@@ -1,0 +1,36 @@
+"""Events and releases on their way to the doors: one `Publish` a door and burst, in order."""
+
+from __future__ import annotations
+
+from broker.messages import Address, Event, Publish, Released
+
+
+class Outbox:
+    """Collects during a burst; `flush` sends."""
+
+    def __init__(self) -> None:
+        self._events: dict[Address, list[Event]] = {}
+        self._released: dict[Address, list[str]] = {}
+
+    def add(self, door: Address, event: Event) -> None:
+        """One event for one door."""
+        events = self._events.get(door)
+        if events is None:
+            self._events[door] = [event]
+        else:
+            events.append(event)
+
+    def release(self, door: Address, job: str) -> None:
+        """Hand a job back to its door, without an event."""
+        self._released.setdefault(door, []).append(job)
+
+    def flush(self) -> None:
+        """Send everything."""
+        if self._events:
+            for door, events in self._events.items():
+                door.tell(Publish(events))
+            self._events = {}
+        if self._released:
+            for door, jobs in self._released.items():
+                door.tell(Released(jobs))
+            self._released = {}
