@@ -22,8 +22,9 @@ import structlog
 
 from broker.ring import records
 from broker.ring.records import Kind, StepEvents
+from engine.outcome import Outcome
 from engine.plan import Runner, StepPlan
-from engine.scheduler import Outcome, Scheduler
+from engine.scheduler import Scheduler
 from engine.stats import StepStats
 
 STATS_INTERVAL_S = 1.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Callable
 
 from broker.ring.link import EngineLink
 from engine.errors import LinkLost
@@ -20,6 +21,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.is_set = False
+        self._callback: Callable[[], None] | None = None
 
     def fileno(self) -> int:
         """Readable from `set` on."""
@@ -29,6 +31,19 @@ class StopSignal:
         """Raise the flag for good; safe in a signal handler."""
         self.is_set = True
         os.eventfd_write(self._fd, 1)
+        if self._callback is not None:
+            self._callback()
+
+    def on_set(self, callback: Callable[[], None]) -> None:
+        """Call this too when the flag is raised; at once if it is already."""
+        self._callback = callback
+        if self.is_set:
+            callback()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the flag is raised or time is up; returns the flag."""
+        select.select([self._fd], [], [], timeout_s)
+        return self.is_set
 
     def close(self) -> None:
         """Give the descriptor back."""

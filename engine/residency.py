@@ -23,10 +23,9 @@ import numpy.typing as npt
 from engine.block_manager import BlockManager, Match
 from engine.errors import IntegrityError
 from engine.plan import IntArray, NewRow
+from engine.prefix import register_full_blocks
 from engine.request import ARRIVAL_BITS, Request, WaitingQueue, without_row
-from engine.rows import Phase, RowTable
-
-RowIndex = npt.NDArray[np.int64]
+from engine.rows import Phase, RowIndex, RowTable
 
 _SOLO_RANK = 1 << 60
 _PAUSED_RANK = 1 << 61
@@ -166,7 +165,7 @@ class Residency:
         t = self.rows
         length = int(t.length[row])
         most = min(int(t.known[row]), length - 1) // t.block_size
-        match = self.blocks.match(t.tokens[row], t.request(row).cache_salt, most)
+        match = self.blocks.match(t.tokens[row], t.salt[row], most)
         return match, -(-length // t.block_size) - len(match.blocks)
 
     def _make_room(self, wanted: int, yielding: npt.NDArray[np.bool_]) -> bool:
@@ -261,7 +260,7 @@ class Residency:
 
     def _give_back(self, row: int) -> None:
         t = self.rows
-        self.register(row)
+        register_full_blocks(t, self.blocks, row)
         self.blocks.release(t.blocks_of(row))
         t.clear_kv(row)
         t.losing_kv[row] = False
@@ -281,29 +280,6 @@ class Residency:
         self.solo_rows.discard(row)
         self.rows.vacate(row)
 
-    def register(self, row: int) -> None:
-        """Offer the row's full blocks with known tokens to the prefix cache; their steps must be
-        launched.
-        """
-        t = self.rows
-        if not self.blocks.enable_prefix_cache:
-            return
-        first = int(t.num_registered[row])
-        full = int(min(t.known[row], t.computed[row])) // t.block_size
-        if full <= first:
-            return
-        size = 4 * t.block_size
-        data = t.tokens[row, first * t.block_size : full * t.block_size].tobytes()
-        salt, serial = t.request(row).cache_salt, t.chain[row]
-        for i, block in enumerate(t.table[row, first:full].tolist()):
-            serial = self.blocks.register(block, serial, salt, data[i * size : (i + 1) * size])
-        t.set_registered(row, full, serial)
-
-    def distrust(self, row: int) -> None:
-        """Keep the row's blocks out of the prefix cache: their values are not finite."""
-        self.blocks.forget(self.rows.blocks_of(row))
-        self.rows.computed[row] = 0
-
     # --- who yields ---
 
     def count_promised(self) -> int:
@@ -315,7 +291,8 @@ class Residency:
     def _holders(self) -> npt.NDArray[np.bool_]:
         """bool [rows]: rows with KV that may be preempted."""
         t = self.rows
-        return (t.num_blocks > 0) & ~t.losing_kv & ~t.ended & (t.phase != Phase.FULL)
+        holders: npt.NDArray[np.bool_] = (t.num_blocks > 0) & (t.phase != Phase.FULL)
+        return holders & ~t.losing_kv & ~t.ended
 
     def _yields_to(self, order: int) -> npt.NDArray[np.bool_]:
         """bool [rows]: rows that give way to a run of this order that wants to enter."""

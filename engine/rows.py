@@ -10,11 +10,14 @@ from __future__ import annotations
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from broker.ring.records import Sampling
 from engine.block_manager import ROOT
 from engine.plan import NewRow
 from engine.request import Request
+
+RowIndex = npt.NDArray[np.int64]
 
 STOP_WIDTH = 8  # stop ids compared in the vectorised test; more go through a Python set
 
@@ -65,10 +68,14 @@ class RowTable:
         self.in_flight = ints()  # launched steps, not yet collected, that touch the row
         self.order = np.zeros(num_rows, np.int64)
         self.rid = np.zeros(num_rows, np.uint64)
-        self.stop_ids = np.full((num_rows, STOP_WIDTH), -1, np.int32)
+        self.stop_ids = np.full((STOP_WIDTH, num_rows), -1, np.int32)
+        self.max_stop_ids = 0  # most stop ids of a row since the table was last empty
         self.many_stop_ids: dict[int, frozenset[int]] = {}  # rows with more than STOP_WIDTH
         self.tokens = np.zeros((num_rows, max_len), np.int32)
+        self.flat_tokens = self.tokens.reshape(-1)
+        self.token_offset = np.arange(num_rows, dtype=np.int64) * max_len
         self.table = np.zeros((num_rows, -(-max_len // block_size)), np.int32)
+        self.salt = [0] * num_rows
         self.chain = [ROOT] * num_rows  # prefix cache serial of the last registered block
         self.requests: list[Request | None] = [None] * num_rows
         self.row_of: dict[int, int] = {}  # live runs only
@@ -105,10 +112,12 @@ class RowTable:
         self.limit[row] = request.limit_tokens
         self.min_position[row] = request.min_position
         self.order[row] = request.order
+        self.salt[row] = request.cache_salt
         stop = request.stop_token_ids
-        self.stop_ids[row, :] = -1
+        self.max_stop_ids = max(self.max_stop_ids, len(stop)) if len(self.row_of) > 1 else len(stop)
+        self.stop_ids[:, row] = -1
         if len(stop) <= STOP_WIDTH:
-            self.stop_ids[row, : len(stop)] = stop
+            self.stop_ids[: len(stop), row] = stop
         else:
             self.many_stop_ids[row] = frozenset(stop.tolist())
         self.clear_kv(row)

@@ -11,47 +11,18 @@ decides who holds rows and blocks, `loop.py` drives both.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from broker.ring.records import Finish, LongArray, Reject, Submit
+from broker.ring.records import Finish, Reject, Submit
 from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
+from engine.outcome import Flight, Outcome, take_tokens
 from engine.plan import IntArray, RunnerInfo, StepPlan, StepResult
+from engine.prefix import register_full_blocks
 from engine.request import accept, max_tokens_in_cache
-from engine.residency import Residency, RowIndex
-from engine.rows import Phase, RowTable
-
-_REGISTER_PER_STEP = (
-    32  # rows that enter a full output block into the prefix cache in one step; spreads the work
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step that was planned and is not completed yet. sample_rows: rows of its result, in
-    order.
-    """
-
-    plan: StepPlan
-    sample_rows: RowIndex
-    started_rows: list[int]
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one step gave: arrays for `StepEvents`, one entry a token or an end, in order."""
-
-    step_id: int
-    rids: LongArray
-    token_ids: IntArray
-    finish: npt.NDArray[np.uint8]
-    started_rids: LongArray
-    cached_tokens: IntArray
-    num_tokens: int
+from engine.residency import Residency
+from engine.rows import Phase, RowIndex, RowTable
 
 
 class Scheduler:
@@ -160,14 +131,13 @@ class Scheduler:
         """The last plan was launched: blocks that it fills may now be shared."""
         flight = self._flights[-1]
         for row in flight.plan.rows[flight.plan.num_decode :].tolist():
-            self._residency.register(row)
+            register_full_blocks(self.rows, self.blocks, row)
 
     def complete(self, result: StepResult) -> Outcome:
         """Take in the result of the oldest step in flight: keep its tokens, find the runs that
         end with it.
         """
         flight = self._flights.popleft()
-        t = self.rows
         if result.step_id != flight.plan.step_id or len(result.token_ids) != len(
             flight.sample_rows
         ):
@@ -175,12 +145,8 @@ class Scheduler:
                 f"runner returned step {result.step_id} with {len(result.token_ids)} tokens, "
                 f"expected step {flight.plan.step_id} with {len(flight.sample_rows)}"
             )
-        t.in_flight[flight.plan.rows] -= 1
-        rows, token_ids, bad = flight.sample_rows, result.token_ids, result.bad
-        if t.ended[rows].any():  # over-run tokens of runs that ended meanwhile
-            live = ~t.ended[rows]
-            rows, token_ids, bad = rows[live], token_ids[live], bad[live]
-        outcome = self._take_tokens(flight, rows, token_ids, bad)
+        self.rows.in_flight[flight.rows] -= 1
+        outcome = take_tokens(flight, result, self._residency)
         self._residency.settle()
         return outcome
 
@@ -232,14 +198,14 @@ class Scheduler:
     def _plan_decode(self, budget: int, lone: int | None) -> RowIndex:
         """Rows that compute one token, their blocks provided, their state moved on. int64 [D]."""
         t = self.rows
-        rows = np.flatnonzero(t.decodable)
+        rows: RowIndex = t.decodable.nonzero()[0]
         if lone is not None:
             rows = rows[rows == lone]
         if len(rows) > budget:
             rows = np.sort(rows[np.argsort(t.order[rows])[:budget]])
-        lacking = t.computed[rows] >= t.capacity[rows]
-        if lacking.any():
-            self._residency.grow(rows[lacking])
+        lacking = rows[t.computed[rows] >= t.capacity[rows]]
+        if len(lacking):
+            self._residency.grow(lacking)
             rows = rows[t.decodable[rows] & (t.computed[rows] < t.capacity[rows])]
         t.in_flight[rows] += 1
         return rows
@@ -285,6 +251,7 @@ class Scheduler:
             chunk_rows, chunk_lens = zip(*chunks, strict=True)
             rows = np.concatenate([decode, np.array(chunk_rows, np.int64)])
             num_new[num_decode:] = chunk_lens
+        num_tokens = num_decode + sum(length for _, length in chunks)
         num_computed = t.computed[rows]
         done = num_computed + num_new
         if chunks:
@@ -307,7 +274,7 @@ class Scheduler:
             num_decode=num_decode,
         )
         self._next_step_id += 1
-        self._flights.append(Flight(plan, sample_rows, started, int(num_new.sum())))
+        self._flights.append(Flight(plan, rows, sample_rows, started, num_tokens))
         return plan
 
     def _move_on(
@@ -334,66 +301,8 @@ class Scheduler:
                 if not t.started[row]:
                     t.started[row] = True
                     started.append(row)
-        full = length >= t.limit[sample_rows]
-        if full.any():
-            last = sample_rows[full]
+        last = sample_rows[length >= t.limit[sample_rows]]
+        if len(last):
             t.phase[last] = Phase.FULL
             t.decodable[last] = False
         return started
-
-    # --- results ---
-
-    def _take_tokens(
-        self, flight: Flight, rows: RowIndex, token_ids: IntArray, bad: npt.NDArray[np.bool_]
-    ) -> Outcome:
-        t, res = self.rows, self._residency
-        position = t.known[rows]
-        finish = self._find_ends(rows, token_ids, position)
-        if bad.any():
-            finish[bad] = Finish.ERROR
-            token_ids = np.where(bad, np.int32(-1), token_ids)
-            for row in rows[bad].tolist():
-                res.distrust(row)
-        t.tokens[rows, position] = token_ids
-        t.known[rows] = position + 1
-        rids = t.rid[rows]
-        started = [row for row in flight.started_rows if not t.ended[row]]
-        started_rids, cached = _NO_RIDS, _NO_IDS
-        if started:
-            started_rids, cached = t.rid[started], t.cached_tokens[started]
-        if self.blocks.enable_prefix_cache:
-            filled = position >= t.next_register[rows]
-            if filled.any():
-                for row in rows[filled][:_REGISTER_PER_STEP].tolist():
-                    res.register(row)
-        if finish.any():
-            for row in rows[finish != 0].tolist():
-                res.end(row)
-        return Outcome(
-            step_id=flight.plan.step_id,
-            rids=rids,
-            token_ids=token_ids,
-            finish=finish,
-            started_rids=started_rids,
-            cached_tokens=cached,
-            num_tokens=flight.num_tokens,
-        )
-
-    def _find_ends(
-        self, rows: RowIndex, token_ids: IntArray, position: IntArray
-    ) -> npt.NDArray[np.uint8]:
-        """uint8 [S]: how each of these tokens ends its run, if it does."""
-        t = self.rows
-        finish = np.zeros(len(rows), np.uint8)
-        finish[position + 1 >= t.limit[rows]] = Finish.LENGTH
-        stops = (t.stop_ids[rows] == token_ids[:, None]).any(axis=1)
-        if t.many_stop_ids:
-            for i, row in enumerate(rows.tolist()):
-                stops[i] |= int(token_ids[i]) in t.many_stop_ids.get(row, ())
-        if stops.any():
-            finish[stops & (position >= t.min_position[rows])] = Finish.STOP
-        return finish
-
-
-_NO_RIDS: LongArray = np.zeros(0, np.uint64)
-_NO_IDS: IntArray = np.zeros(0, np.int32)

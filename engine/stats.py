@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.scheduler import Outcome, Scheduler
+from engine.outcome import Outcome
+from engine.scheduler import Scheduler
 
 PHASES = ("intake", "schedule", "launch", "collect", "publish")
 

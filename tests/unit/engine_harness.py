@@ -11,7 +11,8 @@ import numpy as np
 from broker.ring.records import Finish, Reject, Sampling, Submit
 from engine.config import EngineConfig, FakeModel
 from engine.fake_runner import FakeRunner, build_fake_runner, expected_tokens
-from engine.scheduler import Outcome, Scheduler
+from engine.outcome import Outcome
+from engine.scheduler import Scheduler
 
 VOCAB = 97
 
