@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     queue: str = Field(default="default", description="name of the queue, part of every Redis key")
     redis: SecretStr = Field(default=SecretStr("embedded"), description="URL, `embedded` or `none`")
     zmq: str = Field(default="tcp://127.0.0.1:5555", description="endpoint to bind, or `none`")
-    data_dir: Path = Field(default_factory=default_data_dir, description="where the worker keeps")
+    data_dir: Path = Field(default_factory=default_data_dir, description="data and addresses")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the model runs"
     )
