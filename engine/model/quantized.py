@@ -57,15 +57,29 @@ class QuantizedMatrix:
         """Bytes of the blocks."""
         return int(self.rows.nbytes)
 
+    def take(self, rows: slice | npt.NDArray[np.int64]) -> QuantizedMatrix:
+        """Some of the rows, in the order given."""
+        part = self.rows[rows]
+        return QuantizedMatrix(part, self.kind, (len(part), self.shape[1]))
+
     def permuted(self, order: npt.NDArray[np.int64]) -> QuantizedMatrix:
         """The same matrix with its rows in another order."""
         return QuantizedMatrix(self.rows[order], self.kind, self.shape)
 
     def dequantize(self) -> torch.Tensor:
         """float32 [N, K]."""
+        if self.kind is QuantKind.Q8_0:
+            return self._dequantize_q8_0()
         ggml_type = gguf.GGMLQuantizationType[self.kind.value]
         values = gguf.quants.dequantize(self.rows, ggml_type)
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+    def _dequantize_q8_0(self) -> torch.Tensor:
+        """A short way for the format of most embeddings, which are looked up row by row."""
+        num_rows, num_columns = self.shape
+        blocks = self.rows.reshape(num_rows, num_columns // _GROUP, 2 + _GROUP)
+        values = blocks[:, :, 2:].view(np.int8) * _half(blocks[:, :, :2])[:, :, None]
+        return torch.from_numpy(values.reshape(num_rows, num_columns))
 
     def affine(self) -> AffineGroups:
         """Integers, scales and minima of a 4-bit matrix. Raises ValueError for other kinds."""

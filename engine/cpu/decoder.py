@@ -1,0 +1,179 @@
+"""The decoder's forward pass on the CPU: hidden states of one step's tokens.
+
+Rotated pairs are neighbours here, not head_dim / 2 apart: `prepare` moves the rows of q and k once,
+and rotation becomes one complex product in place. Scores do not change, since q and k move alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from engine.cpu.kv_cache import KvCache
+from engine.cpu.linear import Linear, make_linear
+from engine.cpu.step_inputs import DecodeGroup, PromptChunk, StepInputs
+from engine.model.quantized import QuantizedMatrix
+from engine.model.spec import ModelSpec
+from engine.model.weights import LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    attn_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    qk_norm: torch.Tensor | None  # [q heads + kv heads, head_dim]
+    window: int
+
+
+class Decoder:
+    """All layers and the final norm. Holds no state of requests but the cache it is given."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: tuple[LayerWeights, ...],
+        final_norm: torch.Tensor,
+        cache: KvCache,
+    ) -> None:
+        self._spec = spec
+        self._cache = cache
+        self._final_norm = final_norm
+        self._inverse_frequencies = spec.rope.inverse_frequencies(spec.head_dim)
+        self._layers = [
+            _prepare_layer(spec, weights, window)
+            for weights, window in zip(layers, spec.windows, strict=True)
+        ]
+        self.num_bytes = sum(
+            linear.num_bytes
+            for layer in self._layers
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        )
+
+    def forward(self, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """Embeddings float32 [T, H] (overwritten) -> normed states of sampled tokens [S, H]."""
+        eps = self._spec.rms_norm_eps
+        rotation = self._rotation(step.positions)
+        for index, layer in enumerate(self._layers):
+            normed = rms(x, layer.attn_norm, eps, layer.qkv.input_dtype)
+            attended = self._attend(index, layer, layer.qkv(normed).float(), rotation, step)
+            x.add_(layer.o(attended.to(layer.o.input_dtype)))
+            normed = rms(x, layer.mlp_norm, eps, layer.gate_up.input_dtype)
+            gate, up = layer.gate_up(normed).chunk(2, dim=1)
+            x.add_(layer.down(silu(gate).mul_(up).to(layer.down.input_dtype)))
+        return rms(x[step.sample_tokens], self._final_norm, eps, torch.float32)
+
+    def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
+        """complex64 [T, 1, head_dim / 2]: e^(i * position * frequency)."""
+        angles = positions.float()[:, None, None] * self._inverse_frequencies
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def _attend(
+        self,
+        index: int,
+        layer: _Layer,
+        qkv: torch.Tensor,
+        rotation: torch.Tensor,
+        step: StepInputs,
+    ) -> torch.Tensor:
+        """Projected q | k | v, float32 [T, qkv_size] -> attention output [T, q_size]."""
+        spec = self._spec
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        qk = heads[:, : spec.num_heads + spec.num_kv_heads]
+        if layer.qk_norm is not None:
+            qk.copy_(rms_norm(qk, (spec.head_dim,), eps=spec.rms_norm_eps).mul_(layer.qk_norm))
+        pairs = qk.view(len(qk), qk.shape[1], -1, 2)
+        torch.view_as_complex(pairs).mul_(rotation)
+        self._cache.write(index, step.kv_index, heads[:, spec.num_heads :])
+        parts = []
+        if step.decode is not None:
+            q = heads[: step.decode.num_rows, : spec.num_heads]
+            parts.append(self._decode_attention(index, layer.window, q, step.decode))
+        for chunk in step.chunks:
+            part = heads[chunk.start : chunk.start + chunk.length]
+            parts.append(self._chunk_attention(index, layer.window, part, chunk))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode_attention(
+        self, index: int, window: int, q: torch.Tensor, group: DecodeGroup
+    ) -> torch.Tensor:
+        """q float32 [B, heads, head_dim] against the cached contexts -> [B, q_size].
+
+        The query heads of one kv head are the rows of one small product.
+        """
+        spec = self._spec
+        batch_heads = group.num_rows * spec.num_kv_heads
+        k, v = self._cache.gather(index, group.piece_index, batch_heads)
+        queries = q.reshape(batch_heads, -1, spec.head_dim)
+        scores = torch.baddbmm(
+            group.masks[window], queries, k.transpose(1, 2), alpha=1 / math.sqrt(spec.head_dim)
+        )
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), v)
+        return mixed.view(group.num_rows, spec.q_size)
+
+    def _chunk_attention(
+        self, index: int, window: int, heads: torch.Tensor, chunk: PromptChunk
+    ) -> torch.Tensor:
+        """Heads q | k | v, float32 [n, q + 2 * kv heads, head_dim] -> [n, q_size]."""
+        spec = self._spec
+        q = heads[:, : spec.num_heads].transpose(0, 1)[None]
+        if chunk.piece_index is None:
+            kv = heads[:, spec.num_heads :].transpose(0, 1)[None]
+            k, v = kv.chunk(2, dim=1)
+        else:
+            both = self._cache.gather(index, chunk.piece_index, spec.num_kv_heads)
+            k, v = both[:, None, :, : chunk.context]
+        mask = chunk.masks[window]
+        mixed = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1).reshape(chunk.length, spec.q_size)
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """Root-mean-square norm of float32 [T, H], given out in `dtype`."""
+    return rms_norm(x, (x.shape[-1],), weight, eps).to(dtype)
+
+
+def _prepare_layer(spec: ModelSpec, weights: LayerWeights, window: int) -> _Layer:
+    order = _paired_order(spec)
+    bias = None if weights.qkv_bias is None else weights.qkv_bias[order]
+    if isinstance(weights.qkv, QuantizedMatrix):
+        qkv = make_linear(weights.qkv.permuted(order), bias)
+    else:
+        qkv = make_linear(weights.qkv[order], bias)
+    qk_norm = None
+    if weights.q_norm is not None and weights.k_norm is not None:
+        pairs = _pair_neighbours(spec.head_dim)
+        q_part = weights.q_norm[pairs].expand(spec.num_heads, -1)
+        qk_norm = torch.cat([q_part, weights.k_norm[pairs].expand(spec.num_kv_heads, -1)])
+    return _Layer(
+        qkv=qkv,
+        o=make_linear(weights.o),
+        gate_up=make_linear(weights.gate_up),
+        down=make_linear(weights.down),
+        attn_norm=weights.attn_norm,
+        mlp_norm=weights.mlp_norm,
+        qk_norm=qk_norm,
+        window=window,
+    )
+
+
+def _pair_neighbours(head_dim: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Order that makes members i and i + head_dim / 2 of a head neighbours."""
+    return np.arange(head_dim).reshape(2, -1).T.reshape(-1)
+
+
+def _paired_order(spec: ModelSpec) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Row order of the merged projection with neighbouring pairs in q and k; v stays."""
+    rotated_heads = spec.num_heads + spec.num_kv_heads
+    starts = np.arange(rotated_heads)[:, None] * spec.head_dim
+    rotated = (starts + _pair_neighbours(spec.head_dim)).reshape(-1)
+    return np.concatenate([rotated, np.arange(len(rotated), spec.qkv_size)])

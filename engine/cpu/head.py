@@ -1,0 +1,57 @@
+"""Embedding lookup and LM head of the CPU runner."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.cpu.linear import make_linear
+from engine.model.quantized import QuantizedMatrix
+from engine.model.weights import Matrix, matrix_bytes
+
+_REFINE_MARGIN = 1 / 64
+"""Relative distance to the best logit within which packed logits are computed again.
+
+bfloat16 rounding moves a logit by at most 1/256 of its size, twice (activations, result); the rest
+of the margin covers the requantized weights.
+"""
+
+
+class Embedding:
+    """Token id -> float32 vector, from a dense or quantized table."""
+
+    def __init__(self, table: Matrix) -> None:
+        self._table = table
+        self.num_bytes = matrix_bytes(table)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> float32 [T, H], a new tensor."""
+        if isinstance(self._table, torch.Tensor):
+            return self._table.index_select(0, token_ids)
+        return self._table.take(token_ids.numpy()).dequantize()
+
+
+class LmHead:
+    """Hidden states -> logits.
+
+    A packed head gives logits in bfloat16, too coarse to tell the best tokens apart. So those near
+    the best one are computed again in float32 from the checkpoint's own numbers.
+    """
+
+    def __init__(self, matrix: Matrix) -> None:
+        self._linear = make_linear(matrix)
+        self._exact = matrix if isinstance(matrix, QuantizedMatrix) else None
+        self.num_bytes = self._linear.num_bytes if self._exact is not None else 0
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [S, H] -> float32 [S, V]."""
+        logits = self._linear(hidden.to(self._linear.input_dtype)).float()
+        if self._exact is not None and self._linear.input_dtype != torch.float32:
+            self._refine(logits, hidden, self._exact)
+        return logits
+
+    def _refine(self, logits: torch.Tensor, hidden: torch.Tensor, exact: QuantizedMatrix) -> None:
+        best = logits.amax(dim=1, keepdim=True)
+        near = logits >= best - best.abs() * _REFINE_MARGIN
+        rows, tokens = near.nonzero(as_tuple=True)
+        vectors = exact.take(tokens.numpy()).dequantize()
+        logits[rows, tokens] = (hidden[rows] * vectors).sum(dim=1)

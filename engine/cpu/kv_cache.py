@@ -1,0 +1,59 @@
+"""KV memory of the CPU runner. Knows layout and addresses; who owns a block is the block manager's.
+
+One tensor [layers, blocks + 1, 2, kv heads, block size, head_dim] (2 = k, v). A head's tokens of
+one block are contiguous, so one `index_select` of whole pieces gives matrices ready for a batched
+product. The last block is never handed out: it stays zero and pads short block tables.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.model.spec import ModelSpec
+
+
+class KvCache:
+    """Float32 keys and values of all layers, addressed by block id and position in the block."""
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int) -> None:
+        heads, head_dim = spec.num_kv_heads, spec.head_dim
+        shape = (spec.num_layers, num_blocks + 1, 2, heads, block_size, head_dim)
+        self._data = torch.zeros(shape, dtype=torch.float32)
+        self.pad_block = num_blocks
+        self.block_size = block_size
+        self.num_bytes = self._data.numel() * self._data.element_size()
+        pieces = (num_blocks + 1) * 2 * heads
+        self._pieces = [layer.view(pieces, block_size * head_dim) for layer in self._data]
+        self._vectors = [layer.view(pieces * block_size, head_dim) for layer in self._data]
+        self._head_dim = head_dim
+        self._piece_of_side = torch.arange(2 * heads).view(2, 1, heads, 1)
+        self._piece_of_vector = torch.arange(2 * heads).view(1, 2 * heads)
+
+    def clear_blocks(self, blocks: torch.Tensor) -> None:
+        """Zero whole blocks, int64 [B], before a new owner fills them.
+
+        Positions behind a row's end are masked by adding minus infinity, which does not hide a
+        stale NaN.
+        """
+        self._data.index_fill_(1, blocks, 0.0)
+
+    def vector_index(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Addresses of tokens for `write`: block int64 [T], offset int64 [T] -> [T, 2 * heads]."""
+        heads2 = self._piece_of_vector.shape[1]
+        pieces = blocks[:, None] * heads2 + self._piece_of_vector
+        index: torch.Tensor = pieces * self.block_size + offsets[:, None]
+        return index
+
+    def piece_index(self, block_table: torch.Tensor) -> torch.Tensor:
+        """Addresses of contexts for `gather`: block ids int64 [B, C] -> [2 * B * heads * C]."""
+        heads2 = self._piece_of_vector.shape[1]
+        return (block_table[None, :, None, :] * heads2 + self._piece_of_side).reshape(-1)
+
+    def write(self, layer: int, index: torch.Tensor, kv: torch.Tensor) -> None:
+        """Store k | v of T tokens, float32 [T, 2 * heads, head_dim]."""
+        self._vectors[layer].index_put_((index,), kv)
+
+    def gather(self, layer: int, index: torch.Tensor, batch_heads: int) -> torch.Tensor:
+        """Contexts, float32 [2, batch * heads, columns * block size, head_dim]; 0 is k, 1 is v."""
+        pieces = self._pieces[layer].index_select(0, index)
+        return pieces.view(2, batch_heads, -1, self._head_dim)

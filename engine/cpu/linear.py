@@ -1,0 +1,110 @@
+"""Linear layers of the CPU runner: dense float32, and quantized weights that stay packed.
+
+The packed operators take bfloat16 activations and accumulate in float32. 4-bit groups of 32 keep
+the checkpoint's integers; their scales are rounded to bfloat16. 8-bit and 6-bit weights are
+requantized to one scale a row, because the 8-bit operator knows no groups.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn.functional import linear
+
+from engine.model.quantized import AffineGroups, QuantizedMatrix
+from engine.model.weights import Matrix
+
+_GROUP = 32
+_Q4_CENTER = 8
+_ROW_MULTIPLE = 64  # the packed 4-bit layout works on whole tiles of output rows
+_CHUNK_ROWS = 4096
+
+
+class Linear(Protocol):
+    """y = x W^T + bias."""
+
+    input_dtype: torch.dtype
+    num_bytes: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] in `input_dtype` -> [T, N] in `input_dtype`."""
+        ...
+
+
+class DenseLinear:
+    """float32 weights, exact."""
+
+    input_dtype = torch.float32
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+        self.num_bytes = weight.numel() * weight.element_size()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [T, K] -> float32 [T, N]."""
+        return linear(x, self._weight, self._bias)
+
+
+class Int4Linear:
+    """4-bit weights in groups of 32, bfloat16 activations."""
+
+    input_dtype = torch.bfloat16
+
+    def __init__(self, groups: AffineGroups, bias: torch.Tensor | None = None) -> None:
+        """The operator computes (q - 8) * scale + zero, so zero = minimum + 8 * scale."""
+        scale = groups.scale.to(torch.bfloat16)
+        # Taking the rounded scale here makes the middle of the range, not its end, exact.
+        zero = groups.minimum + _Q4_CENTER * groups.scale
+        pair = torch.stack([scale, zero.to(torch.bfloat16)], dim=-1)
+        self._scale_zero = pair.transpose(0, 1).contiguous()
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.q.int(), 1)
+        self._bias = None if bias is None else bias.to(torch.bfloat16)
+        self.num_bytes = self._packed.numel() + 2 * self._scale_zero.numel()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [T, K] -> bfloat16 [T, N]."""
+        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x, self._packed, _GROUP, self._scale_zero
+        )
+        return y if self._bias is None else y.add_(self._bias)
+
+
+class Int8Linear:
+    """8-bit weights with one scale a row, bfloat16 activations."""
+
+    input_dtype = torch.bfloat16
+
+    def __init__(self, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> None:
+        num_rows, num_columns = matrix.shape
+        self._weight = torch.empty(num_rows, num_columns, dtype=torch.int8)
+        self._scale = torch.empty(num_rows, dtype=torch.bfloat16)
+        for start in range(0, num_rows, _CHUNK_ROWS):
+            part = slice(start, start + _CHUNK_ROWS)
+            dense = matrix.take(part).dequantize()
+            largest = dense.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny)
+            # The rounded scale is what the operator multiplies with; a little above the exact one,
+            # so that no integer overflows.
+            scale = (largest / 126.5).to(torch.bfloat16)
+            self._scale[part] = scale
+            self._weight[part] = (dense / scale.float()[:, None]).round_().to(torch.int8)
+        self._bias = None if bias is None else bias.to(torch.bfloat16)
+        self.num_bytes = self._weight.numel() + 2 * num_rows
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [T, K] -> bfloat16 [T, N]."""
+        y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scale)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+def make_linear(matrix: Matrix, bias: torch.Tensor | None = None) -> Linear:
+    """The fastest layer that holds `matrix` without losing more than its format already lost."""
+    if isinstance(matrix, torch.Tensor):
+        return DenseLinear(matrix, bias)
+    num_rows, num_columns = matrix.shape
+    if num_columns % _GROUP or num_rows % _ROW_MULTIPLE:
+        return DenseLinear(matrix.dequantize(), bias)
+    if matrix.kind.is_4bit_group32:
+        return Int4Linear(matrix.affine(), bias)
+    return Int8Linear(matrix, bias)

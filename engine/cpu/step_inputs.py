@@ -1,0 +1,138 @@
+"""Index tensors of one step, made once and used by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.cpu.kv_cache import KvCache
+from engine.cpu.tables import RowTables
+from engine.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows that compute one token each. B rows, padded to the same number of blocks.
+
+    piece_index: for `KvCache.gather`. masks: window -> float32 [B * kv heads, 1, L], 0 or -inf.
+    """
+
+    num_rows: int
+    piece_index: torch.Tensor
+    masks: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """One prompt chunk: tokens `start` .. `start + length - 1` of the step.
+
+    piece_index: for `KvCache.gather`, None when nothing precedes the chunk. masks: window -> bool
+    [length, context] (True = visible), None where plain causal order says the same.
+    """
+
+    start: int
+    length: int
+    context: int
+    piece_index: torch.Tensor | None
+    masks: dict[int, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """T tokens of a step, decode rows first.
+
+    token_ids int64 [T]; positions int64 [T]; kv_index: where their k and v go; sample_tokens int64
+    [S]: tokens whose hidden state is sampled from.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    kv_index: torch.Tensor
+    decode: DecodeGroup | None
+    chunks: tuple[PromptChunk, ...]
+    sample_tokens: torch.Tensor
+
+
+def build_step_inputs(
+    plan: StepPlan, tables: RowTables, cache: KvCache, windows: tuple[int, ...], kv_heads: int
+) -> StepInputs:
+    """Index tensors for `plan`, whose changes `tables` has taken over.
+
+    windows: the distinct ones.
+    """
+    num_new = plan.num_new.astype(np.int64)
+    ends = np.cumsum(num_new)
+    starts = ends - num_new
+    rows = np.repeat(plan.rows, num_new)
+    within = np.arange(ends[-1]) - np.repeat(starts, num_new)
+    positions = within + np.repeat(plan.num_computed.astype(np.int64), num_new)
+    block_size = cache.block_size
+    blocks = torch.from_numpy(tables.blocks[rows, positions // block_size])
+    offsets = torch.from_numpy(positions % block_size)
+    decode = None
+    if plan.num_decode:
+        decode = _decode_group(plan, tables, cache, windows, kv_heads)
+    chunks = tuple(
+        _prompt_chunk(plan, i, int(starts[i]), tables, cache, windows)
+        for i in range(plan.num_decode, len(plan.rows))
+    )
+    return StepInputs(
+        token_ids=torch.from_numpy(tables.tokens[rows, positions].astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        kv_index=cache.vector_index(blocks, offsets),
+        decode=decode,
+        chunks=chunks,
+        sample_tokens=torch.from_numpy(ends[plan.sample] - 1),
+    )
+
+
+def _decode_group(
+    plan: StepPlan, tables: RowTables, cache: KvCache, windows: tuple[int, ...], kv_heads: int
+) -> DecodeGroup:
+    rows = plan.rows[: plan.num_decode]
+    positions = plan.num_computed[: plan.num_decode].astype(np.int64)
+    columns = int(positions.max()) // cache.block_size + 1
+    blocks = tables.blocks[rows, :columns]
+    # Table entries behind a row's end are leftovers of its last owner.
+    is_used = np.arange(columns)[None, :] * cache.block_size <= positions[:, None]
+    table = torch.from_numpy(np.where(is_used, blocks, cache.pad_block))
+    keys = torch.arange(columns * cache.block_size)
+    distance = torch.from_numpy(positions)[:, None] - keys
+    masks = {}
+    for window in windows:
+        hidden = distance < 0
+        if window:
+            hidden |= distance >= window
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        masks[window] = mask.repeat_interleave(kv_heads, dim=0)[:, None, :]
+    return DecodeGroup(plan.num_decode, cache.piece_index(table), masks)
+
+
+def _prompt_chunk(
+    plan: StepPlan,
+    index: int,
+    start: int,
+    tables: RowTables,
+    cache: KvCache,
+    windows: tuple[int, ...],
+) -> PromptChunk:
+    computed, length = int(plan.num_computed[index]), int(plan.num_new[index])
+    context = computed + length
+    piece_index = None
+    if computed:
+        columns = -(-context // cache.block_size)
+        blocks = tables.blocks[plan.rows[index], :columns]
+        piece_index = cache.piece_index(torch.from_numpy(blocks)[None, :])
+    masks: dict[int, torch.Tensor | None] = {}
+    for window in windows:
+        if not computed and (not window or context <= window):
+            masks[window] = None
+            continue
+        distance = torch.arange(computed, context)[:, None] - torch.arange(context)
+        visible = distance >= 0
+        if window:
+            visible &= distance < window
+        masks[window] = visible
+    return PromptChunk(start, length, context, piece_index, masks)
