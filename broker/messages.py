@@ -251,3 +251,15 @@ class EngineState:
     num_queued: int = 0  # jobs in the queue, both doors together
     num_running: int = 0  # jobs in the engine
     engine: Mapping[str, object] | None = None  # the engine's latest STATS record
+
+
+# ---------------------------------------------------------------- door -> app
+
+
+@dataclass(frozen=True, slots=True)
+class DoorStatus:
+    """A door became ready or stopped being so; sent on every change. reason: why it is not."""
+
+    door: str
+    ready: bool
+    reason: str = ""

@@ -5,8 +5,8 @@
 | `redis://[user:pass@]host[:6379][/db]` | one server |
 | `rediss://...` | the same over TLS; `?ssl_ca_certs=F&ssl_certfile=F&ssl_keyfile=F` |
 | `unix:///path[?db=n]` | one server on this host |
-| `redis+sentinel://[user:pass@]host:26379,host2:26379/service[/db]` | the master that Sentinel names |
-| `redis+cluster://[user:pass@]host:6379,host2:6379` | the cluster node that owns the queue's slot |
+| `redis+sentinel://[user:pass@]host:26379,host2/service[/db]` | the master that Sentinel names |
+| `redis+cluster://[user:pass@]host:6379,host2` | the cluster node that owns the queue's slot |
 
 `rediss+sentinel://` and `rediss+cluster://` speak TLS to every node. User and password are percent
 encoded. All keys of a queue share one slot, so one connection to one node serves a whole queue in a

@@ -23,10 +23,15 @@ from broker.streams.address import Endpoint
 Command = Sequence[str | bytes | int]
 Reply = Any  # bytes, int, None, a list of replies, or a ReplyError in its place
 
+_pack: Any = hiredis.pack_command  # its stub knows tuples of one only
+
 FENCED_TEXT = "equal or smaller"
 # Answers of a server that cannot serve now and may later, here or elsewhere.
 _UNAVAILABLE = frozenset(
-    "OOM MISCONF READONLY LOADING CLUSTERDOWN TRYAGAIN BUSY MASTERDOWN NOREPLICAS MOVED ASK".split()
+    {
+        *("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "MASTERDOWN", "NOREPLICAS"),
+        *("CLUSTERDOWN", "TRYAGAIN", "MOVED", "ASK"),
+    }
 )
 
 
@@ -103,7 +108,7 @@ class Lane(asyncio.Protocol):
         """Send a batch in one write and return its replies; an error reply is a ReplyError in the
         list. timeout_s 0: the lane's own. Raises LinkLost.
         """
-        packed = [hiredis.pack_command(tuple(command)) for command in commands]
+        packed = [_pack(tuple(command)) for command in commands]
         if not packed:
             return []
         if self._transport is None or self._transport.is_closing():

@@ -1,0 +1,91 @@
+"""The control stream: wishes of clients and operators, read by every worker of the queue.
+
+| op | other fields | what |
+|---|---|---|
+| `cancel` | `job` | end that job, if it is here |
+| `drain` | `worker` (an id, or `*`) | take no new jobs, finish or give back the rest, then exit |
+| `released` | | a worker gave entries back: look for them now |
+
+What this worker does not know is ignored: another may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from broker.streams.intake import BLOCK_MARGIN_S
+from broker.streams.lane import LinkLost, ReplyError
+from broker.streams.state import RETRY_S, DoorState
+
+log = structlog.get_logger("broker.streams")
+
+MAX_ENTRIES = 256
+
+
+class Control:
+    """Follows the control stream from the moment the worker first reached Redis."""
+
+    def __init__(
+        self, state: DoorState, on_released: Callable[[], None], on_drain: Callable[[], None]
+    ) -> None:
+        self._state = state
+        self._on_released = on_released
+        self._on_drain = on_drain
+        self._last_id = ""
+
+    async def catch_up(self) -> None:
+        """On a fresh connection: find the end of the stream, or the wishes that were missed.
+
+        Raises LinkLost or ReplyError.
+        """
+        state, key = self._state, self._state.keys.control
+        if not self._last_id:
+            last = await state.link.call("XREVRANGE", key, "+", "-", "COUNT", 1)
+            self._last_id = last[0][0].decode() if last else "0-0"
+        # The stream is short, so a long absence can miss wishes; the marks stay for a day.
+        jobs = [job for job in state.jobs if not job.is_cancelled]
+        marks = await state.link.run([("EXISTS", state.keys.cancel(job.id)) for job in jobs])
+        for job, mark in zip(jobs, marks, strict=True):
+            if mark == 1:
+                state.cancel(job)
+
+    async def run(self) -> None:
+        """Read for ever."""
+        state = self._state
+        block_ms = state.redis.block_ms
+        while True:
+            await state.link.up.wait()
+            try:
+                reply = await state.link.control.call(
+                    *("XREAD", "COUNT", MAX_ENTRIES, "BLOCK", block_ms),
+                    *("STREAMS", state.keys.control, self._last_id),
+                    timeout_s=block_ms / 1000 + BLOCK_MARGIN_S,
+                )
+                state.clear_trouble("control")
+            except LinkLost:
+                await asyncio.sleep(0.01)
+                continue
+            except ReplyError as error:
+                if not error.is_no_group:
+                    state.report_trouble("control", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            for entry, fields in reply[0][1] if reply else []:
+                self._last_id = entry.decode()
+                self._obey(dict(zip(fields[::2], fields[1::2], strict=True)))
+
+    def _obey(self, fields: dict[bytes, bytes]) -> None:
+        op = fields.get(b"op", b"")
+        if op == b"cancel":
+            job_id = fields.get(b"job", b"").decode(errors="replace")
+            job = self._state.jobs.by_id(job_id)
+            for each in [job] if job else self._state.jobs.before_fence(job_id):
+                self._state.cancel(each)
+        elif op == b"released":
+            self._on_released()
+        elif op == b"drain" and fields.get(b"worker") in (b"*", self._state.worker.encode()):
+            log.info("drain.requested")
+            self._on_drain()

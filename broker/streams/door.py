@@ -1,0 +1,265 @@
+"""The Redis door as an actor: its mailbox, its parts and its health.
+
+A job's way: `intake` reads or claims the entry, `pickup` parses, prepares and fences it, the ledger
+runs it, `outbox` publishes and ends it; `leases` keeps it ours meanwhile. All parts share one
+`DoorState` on the broker's event loop; each part's task has its own lane to Redis or shares the
+command lane, and no task is ever cancelled with a reply outstanding that another would read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import structlog
+
+from broker.actor import Actor, ActorSystem, Overflow
+from broker.config import BrokerConfig
+from broker.messages import (
+    Accepted,
+    Address,
+    Capacity,
+    Done,
+    DoorStatus,
+    Drain,
+    EngineState,
+    Failed,
+    Prepared,
+    PrepareFailed,
+    Publish,
+    Refused,
+    Released,
+    Tokens,
+)
+from broker.streams.address import parse_redis_url
+from broker.streams.control import Control
+from broker.streams.entries import done_fields, failed_fields
+from broker.streams.intake import Claimer, Reader
+from broker.streams.jobs import Ending, Stage
+from broker.streams.lane import LinkLost, ReplyError
+from broker.streams.leases import Heartbeat, Leases
+from broker.streams.link import Link, wait_for
+from broker.streams.outbox import Outbox
+from broker.streams.pickup import Pickup
+from broker.streams.state import Counters, DoorState
+from tokenbus.errors import InvalidField
+from tokenbus.keys import GROUP
+
+log = structlog.get_logger("broker.streams")
+
+STOP_TIMEOUT_S = 3.0
+
+
+class StreamsDoor(Actor):
+    """Jobs from Redis streams to the ledger and its events back.
+
+    monitor: told `DoorStatus` on every change, and `Drain` when somebody asks for it on the control
+    stream. Raises InvalidField for a bad URL; crashes with `Unsupported` on a Redis that is unfit.
+    """
+
+    def __init__(
+        self,
+        system: ActorSystem,
+        config: BrokerConfig,
+        text: Address,
+        ledger: Address,
+        monitor: Address | None = None,
+    ) -> None:
+        super().__init__(system, "streams", overflow=Overflow.CRASH)
+        if config.redis is None:
+            raise InvalidField("redis: the Redis door needs a URL", field="redis")
+        self._config = config
+        self._monitor = monitor
+        self._down_reason = "connecting"
+        self._was_up = False
+        address = parse_redis_url(config.redis.url)
+        self._state = state = DoorState(config, config.redis, text, ledger)
+        timeout_s = config.redis.socket_timeout_ms / 1000
+        state.link = Link(address, state.keys.control, timeout_s, self._on_up, self._on_down)
+        state.on_trouble = self._report
+        self._outbox = Outbox(state)
+        self._pickup = Pickup(state, self)
+        state.on_forgotten = self._pickup.on_forgotten
+        self._leases = Leases(state, self._on_no_group)
+        self._heartbeat = Heartbeat(state)
+        self._reader = Reader(state, self._pickup, self._on_no_group)
+        self._claimer = Claimer(
+            state, self._pickup, self._leases.is_engine_alive, self._on_no_group
+        )
+        self._control = Control(state, self._claimer.wake.set, self._ask_for_drain)
+
+    # ------------------------------------------------------------ for the app
+
+    @property
+    def is_ready(self) -> bool:
+        """Redis is connected and does what the door asks."""
+        return self._state.link.up.is_set() and not self._state.troubles
+
+    @property
+    def counters(self) -> Counters:
+        """Counts since the start."""
+        return self._state.counters
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs in hand."""
+        return len(self._state.jobs)
+
+    # ------------------------------------------------------------ actor
+
+    def start(self) -> None:
+        self.spawn(self._state.link.keep(), "link")
+        self.spawn(self._reader.run(), "reader")
+        self.spawn(self._claimer.run(), "claimer")
+        self.spawn(self._pickup.run(), "pickup")
+        self.spawn(self._outbox.run(), "outbox")
+        self.spawn(self._leases.run(), "leases")
+        self.spawn(self._heartbeat.run(), "heartbeat")
+        self.spawn(self._control.run(), "control")
+
+    def handle(self, message: object) -> None:
+        match message:
+            case Publish():
+                for event in message.events:
+                    self._on_event(event)
+            case Prepared():
+                self._pickup.on_prepared(message)
+            case PrepareFailed():
+                self._pickup.on_prepare_failed(message)
+            case Accepted() | Refused():
+                self._on_answer(message)
+            case Capacity():
+                self._state.slots = message.slots
+                self._state.check_slots()
+            case EngineState():
+                self._state.is_engine_ready = message.ready
+                self._leases.on_progress(message.progress)
+            case Released():
+                self._on_released(message)
+            case Drain():
+                self._drain()
+            case _:
+                raise TypeError(f"the Redis door does not know {type(message).__name__}")
+
+    def after_burst(self) -> None:
+        self._outbox.wake()
+
+    async def stop(self) -> None:
+        """Write what is finished, give the rest back, say good-bye."""
+        self._drain()
+        for job in self._state.jobs:
+            if job.stage is Stage.RUNNING:
+                self._state.end(job, Ending())
+        if self._state.link.up.is_set():
+            with suppress(TimeoutError, LinkLost):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._reader.unblock()
+                    await self._reader.is_done.wait()
+                    await self._outbox.wait_empty()
+                    await self._heartbeat.leave()
+        if len(self._state.jobs):
+            log.warning("jobs.left_to_lease", count=len(self._state.jobs))
+        self._state.link.close()
+
+    # ------------------------------------------------------------ messages
+
+    def _on_event(self, event: Tokens | Done | Failed) -> None:
+        job = self._state.jobs.by_id(event.job)
+        if job is None or job.attempt != event.attempt or job.ending is not None:
+            return  # dropped, or ended, while the event was on its way
+        if isinstance(event, Tokens):
+            self._outbox.add(job, event)
+        elif isinstance(event, Done):
+            self._state.end(job, Ending(done_fields(event)))
+        else:
+            reason = event.error.message if event.dead else ""
+            self._state.end(job, Ending(failed_fields(event.error), reason, event.error.retry))
+
+    def _on_answer(self, message: Accepted | Refused) -> None:
+        job = self._state.jobs.by_id(message.job)
+        if job is None:
+            return
+        if isinstance(message, Refused):
+            self._pickup.on_refused(job, message)
+        else:
+            # The capacity that counts this job comes in the same burst, if it changed at all.
+            self._state.jobs.settle(job)
+        self._state.check_slots()
+
+    def _on_released(self, message: Released) -> None:
+        for job_id in message.jobs:
+            job = self._state.jobs.by_id(job_id)
+            if job is not None and job.ending is None:
+                self._state.end(job, Ending())
+
+    def _drain(self) -> None:
+        if self._state.is_draining:
+            return
+        self._state.is_draining = True
+        self._state.check_slots()
+        self._pickup.release_unfenced()
+        self._claimer.wake.set()
+
+    def _ask_for_drain(self) -> None:
+        if self._monitor is not None:
+            self._monitor.tell(Drain(self._config.drain_ms))
+
+    # ------------------------------------------------------------ the link
+
+    async def _on_up(self) -> None:
+        """A fresh connection: leases first, then the rest may go on."""
+        state = self._state
+        await self._ensure_groups()
+        try:
+            await self._leases.renew()
+        except ReplyError as error:
+            state.report_trouble("renew", error)
+        if self._was_up:
+            state.counters.reconnects += 1
+            self._claimer.hold_off()
+        self._was_up = True
+        await self._control.catch_up()
+        self._look_up_replies()
+        self._down_reason = ""
+        self.later(0.0, self._report)  # when the link's event is set
+
+    def _on_down(self, reason: str) -> None:
+        if reason != self._down_reason:
+            log.warning("redis.lost", reason=reason)
+        self._down_reason = reason
+        self._report()
+
+    async def _on_no_group(self) -> None:
+        """Redis came back empty while we were connected: make the groups, rebuild the replies."""
+        log.error("redis.emptied", queue=self._config.queue)
+        with suppress(LinkLost):
+            try:
+                await self._ensure_groups()
+                self._look_up_replies()
+            except ReplyError as error:
+                self._state.report_trouble("groups", error)
+                await wait_for(asyncio.Event(), 0.5)
+            else:
+                self._state.clear_trouble("groups")
+
+    async def _ensure_groups(self) -> None:
+        """At 0, not at the end: what was added while there was no group is read too."""
+        commands = [
+            ("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM") for stream in self._state.streams
+        ]
+        for reply in await self._state.link.run(commands):
+            if isinstance(reply, ReplyError) and reply.code != "BUSYGROUP":
+                raise reply
+
+    def _look_up_replies(self) -> None:
+        for job in self._state.jobs:
+            if job.attempt and job.stage in (Stage.RUNNING, Stage.ENDING):
+                job.in_doubt = True
+                job.due = 0.0
+                self._outbox.push(job)
+
+    def _report(self) -> None:
+        if self._monitor is None:
+            return
+        reason = self._down_reason or "; ".join(self._state.troubles.values())
+        self._monitor.tell(DoorStatus("redis", self.is_ready, reason))

@@ -1,0 +1,302 @@
+"""From an entry to a running job: parse, prepare, fence, hand over.
+
+Nothing is promised to the ledger before the fence script has taken the attempt in Redis. What the
+script finds (ended before, another entry's, cancelled, too late, too many crashes) is final here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import structlog
+
+from broker.messages import Address, Cancel, Prepare, Prepared, PrepareFailed, Refused, Submit
+from broker.streams.entries import (
+    failed_fields,
+    fingerprint_of,
+    flat,
+    is_whole,
+    job_id_of,
+    read_chunk,
+)
+from broker.streams.jobs import Chunk, Ending, Job, Stage
+from broker.streams.lane import Command, LinkLost, Reply, ReplyError
+from broker.streams.scripts import script
+from broker.streams.state import (
+    PROGRESS_TOKENS,
+    RETRY_S,
+    UNFINISHED_TTL_MS,
+    DoorState,
+)
+from tokenbus.entries import event_to_entry
+from tokenbus.errors import Internal, Poisoned, TokenbusError
+from tokenbus.events import Done, Usage, read_reason
+from tokenbus.fields import PRIORITIES
+from tokenbus.keys import GROUP, IDEMPOTENCY_TTL_S
+from tokenbus.parse import parse_entry
+from tokenbus.request import JobRequest
+
+log = structlog.get_logger("broker.streams")
+
+MAX_PER_BATCH = 128
+PAGE_ENTRIES = 1_000
+MAX_WAITING_SUSPECTS = 4
+SEED_BITS = 53
+
+
+class Pickup:
+    """Jobs between the jobs stream and the ledger. `run` does the Redis part."""
+
+    def __init__(self, state: DoorState, door: Address) -> None:
+        self._state = state
+        self._door = door
+        self._to_fence: deque[Job] = deque()
+        self._to_reject: deque[tuple[Job, TokenbusError]] = deque()
+        self._wake = asyncio.Event()
+        self._suspect: Job | None = None  # the one that may run
+        self._suspects: deque[Job] = deque()
+
+    # ------------------------------------------------------------ steps without Redis
+
+    def take(self, stream: str, entry: str, fields: Sequence[bytes], asked_at: float) -> None:
+        """An entry that is ours since `asked_at` or later."""
+        state = self._state
+        if (stream, entry) in state.jobs:
+            return
+        values = dict(zip(fields[::2], fields[1::2], strict=True))
+        lease_end = state.new_lease_end(asked_at)
+        job = Job(stream, entry, JobRequest(job=entry), fingerprint_of(values), lease_end)
+        state.jobs.add(job)
+        try:
+            request = parse_entry(values, entry)
+        except TokenbusError as error:
+            job.request = JobRequest(job=job_id_of(values, entry))
+            self._reject(job, error)
+            return
+        # The stream an entry is in decides its priority.
+        job.request = replace(request, priority=PRIORITIES[state.streams.index(stream)])
+        self._prepare(job)
+
+    def on_prepared(self, message: Prepared) -> None:
+        """The prompt is tokenized: on to the fence."""
+        job = message.context
+        if isinstance(job, Job) and self._state.jobs.is_held(job) and job.stage is Stage.READ:
+            job.prepared = replace(message, context=None)
+            self._fence_later(job)
+
+    def on_prepare_failed(self, message: PrepareFailed) -> None:
+        """The request cannot run on this model."""
+        job = message.context
+        if isinstance(job, Job) and self._state.jobs.is_held(job) and job.stage is Stage.READ:
+            self._reject(job, message.error)
+
+    def on_refused(self, job: Job, message: Refused) -> None:
+        """The ledger does not want the job now (give it back) or ever (end it)."""
+        if message.error.retry:
+            self._state.end(job, Ending())
+        else:
+            self._state.end(job, Ending(failed_fields(message.error)))
+
+    def release_unfenced(self, count: int | None = None) -> None:
+        """Give back jobs for which no attempt has been taken: the `count` last read, or all."""
+        jobs = [job for job in self._state.jobs if job.stage is Stage.READ]
+        for job in jobs if count is None else jobs[-count:]:
+            self._state.end(job, Ending())
+        self._wake.set()
+
+    def on_forgotten(self) -> None:
+        """A job has left; the next suspect may run if it was the one."""
+        if self._suspect is not None and not self._state.jobs.is_held(self._suspect):
+            self._suspect = None
+        while self._suspect is None and self._suspects:
+            job = self._suspects.popleft()
+            if self._state.jobs.is_held(job):
+                self._suspect = job
+                self._fence_later(job)
+
+    def _prepare(self, job: Job) -> None:
+        if not self._state.jobs.is_held(job) or job.stage is not Stage.READ:
+            return
+        if not self._state.text.tell(Prepare(job.request, self._door, job)):
+            asyncio.get_running_loop().call_later(RETRY_S, self._prepare, job)
+
+    def _fence_later(self, job: Job) -> None:
+        job.stage = Stage.FENCING
+        self._to_fence.append(job)
+        self._wake.set()
+
+    def _reject(self, job: Job, error: TokenbusError) -> None:
+        job.stage = Stage.FENCING
+        self._to_reject.append((job, error))
+        self._wake.set()
+
+    # ------------------------------------------------------------ steps in Redis
+
+    async def run(self) -> None:
+        """Fence and reject, in batches, for ever."""
+        while True:
+            await self._wake.wait()
+            await self._state.link.up.wait()
+            rejected = [self._to_reject.popleft() for _ in range(len(self._to_reject))]
+            count = min(len(self._to_fence), MAX_PER_BATCH)
+            jobs = [self._to_fence.popleft() for _ in range(count)]
+            if not rejected and not jobs:
+                self._wake.clear()
+                continue
+            try:
+                await self._run_batch(rejected, jobs)
+            except LinkLost:
+                await asyncio.sleep(0.01)
+            self._put_back(rejected, jobs)
+
+    def _put_back(self, rejected: list[tuple[Job, TokenbusError]], jobs: list[Job]) -> None:
+        """What the batch did not bring to an end is asked again."""
+        held = self._state.jobs.is_held
+        self._to_reject.extend(pair for pair in rejected if held(pair[0]))
+        waiting = set(self._suspects)
+        for job in jobs:
+            if held(job) and job.stage is Stage.FENCING and job not in waiting:
+                self._to_fence.append(job)
+
+    async def _run_batch(
+        self, rejected: Sequence[tuple[Job, TokenbusError]], jobs: Sequence[Job]
+    ) -> None:
+        state = self._state
+        if state.is_draining:
+            for job in jobs:
+                state.end(job, Ending())
+            jobs = ()
+        commands = [self._reject_command(job, error) for job, error in rejected]
+        commands.extend(self._fence_command(job) for job in jobs)
+        for job in jobs:
+            job.was_asked = True
+        replies = await state.link.run(commands)
+        errors = [reply for reply in replies if isinstance(reply, ReplyError)]
+        if errors:
+            state.report_trouble("pickup", errors[0])
+            await asyncio.sleep(RETRY_S)
+        else:
+            state.clear_trouble("pickup")
+        for (job, error), reply in zip(rejected, replies, strict=False):
+            self._take_rejection(job, error, reply)
+        for job, reply in zip(jobs, replies[len(rejected) :], strict=True):
+            if not isinstance(reply, ReplyError):
+                await self._take_verdict(job, reply)
+
+    def _reject_command(self, job: Job, error: TokenbusError) -> Command:
+        state, keys = self._state, self._state.keys
+        return script(
+            "reject",
+            (keys.job(job.id), keys.out(job.id), job.stream),
+            (GROUP, state.worker, job.entry, state.redis.reply_ttl_ms, *failed_fields(error)),
+        )
+
+    def _take_rejection(self, job: Job, error: TokenbusError, reply: Reply) -> None:
+        if isinstance(reply, ReplyError):
+            return
+        log.info("request.rejected", job=job.id, code=error.code, field=error.field)
+        self._state.counters.rejected += 1
+        self._state.forget(job)
+
+    def _fence_command(self, job: Job) -> Command:
+        state, keys, request, redis = self._state, self._state.keys, job.request, self._state.redis
+        hash_key = keys.job(job.id)
+        idem, idem_ttl = hash_key, ""
+        if request.idempotency_key is not None:
+            idem = keys.idempotency(request.tenant, request.idempotency_key)
+            idem_ttl = str(IDEMPOTENCY_TTL_S)
+        seed = request.params.seed
+        return script(
+            "fence",
+            (hash_key, keys.out(job.id), job.stream, keys.cancel(job.id), keys.dead, idem),
+            (
+                *(GROUP, state.worker, job.entry, job.id),
+                secrets.randbits(SEED_BITS) if seed is None else seed,
+                *(job.prompt_tokens, redis.max_attempts, UNFINISHED_TTL_MS, redis.reply_ttl_ms),
+                "" if request.deadline_ms is None else request.deadline_ms,
+                *(PROGRESS_TOKENS, keys.prefix, idem_ttl, int(job is self._suspect)),
+                *(job.fingerprint, int(job.was_asked), redis.dead_max_len),
+            ),
+        )
+
+    async def _take_verdict(self, job: Job, reply: Reply) -> None:
+        state, verdict = self._state, reply[0].decode()
+        if not state.jobs.is_held(job):
+            return
+        if verdict == "suspect":
+            self._hold_suspect(job)
+        elif verdict in ("run", "cancelled", "deadline", "dead"):
+            job.attempt, job.seed, seq, crashes = (int(value) for value in reply[1:5])
+            chunks = await self._read_log(job) if seq else []
+            state.jobs.name(job)
+            if is_whole(chunks, seq):
+                job.log = chunks
+                self._begin(job, verdict, crashes, None if reply[5] == b"" else int(reply[5]))
+            else:
+                self._fail(job, Internal(f"the reply stream has lost some of {seq} tokens"))
+        else:
+            log.info("job.not_run", job=job.id, entry=job.entry, why=verdict)
+            if verdict in ("duplicate", "conflict", "taken"):
+                state.counters.duplicates += 1
+            state.forget(job)
+
+    def _hold_suspect(self, job: Job) -> None:
+        job.was_asked = False
+        if len(self._suspects) < MAX_WAITING_SUSPECTS:
+            self._suspects.append(job)
+            self.on_forgotten()
+        else:
+            self._state.end(job, Ending())
+
+    async def _read_log(self, job: Job) -> list[Chunk]:
+        """What earlier attempts published; everything before our fence is final."""
+        chunks: list[Chunk] = []
+        start = "-"
+        while True:
+            out = self._state.keys.out(job.id)
+            page = await self._state.link.call("XRANGE", out, start, "+", "COUNT", PAGE_ENTRIES)
+            for entry_id, fields in page:
+                chunk = read_chunk(entry_id, fields)
+                if chunk is not None:
+                    chunks.append(chunk)
+            if len(page) < PAGE_ENTRIES:
+                return chunks
+            start = "(" + page[-1][0].decode()
+
+    def _begin(self, job: Job, verdict: str, crashes: int, left_ms: int | None) -> None:
+        state = self._state
+        log.info("job.taken", job=job.id, attempt=job.attempt, crashes=crashes, verdict=verdict)
+        if verdict == "dead":
+            died = f"the worker died {crashes} times while it ran this job"
+            self._fail(job, Poisoned(died), dead=True)
+        elif state.is_draining:
+            state.end(job, Ending())
+        elif (verdict != "run" or job.is_cancelled) and not job.log:
+            reason = read_reason("deadline" if verdict == "deadline" else "cancelled")
+            done = Done(job.id, job.attempt, 0, reason, "", Usage(job.prompt_tokens), 0)
+            state.end(job, Ending(flat(event_to_entry(done))))
+        else:
+            self._submit(job, crashes > 1, left_ms)
+            if verdict == "cancelled" or job.is_cancelled:
+                state.ledger.tell(Cancel(job.id))
+
+    def _submit(self, job: Job, solo: bool, left_ms: int | None) -> None:
+        deadline_ns = None
+        if left_ms is not None:
+            deadline_ns = time.monotonic_ns() + left_ms * 1_000_000
+        prefix = tuple(job.output_ids())
+        assert job.prepared is not None, f"job {job.id} is fenced but not prepared"
+        job.stage = Stage.RUNNING
+        job.is_suspect = solo
+        message = Submit(job.prepared, self._door, job.attempt, job.seed, prefix, deadline_ns, solo)
+        if not self._state.ledger.tell(message):
+            self._state.end(job, Ending())
+
+    def _fail(self, job: Job, error: TokenbusError, *, dead: bool = False) -> None:
+        reason = error.message if dead else ""
+        self._state.end(job, Ending(failed_fields(error), reason, error.retry))
