@@ -25,7 +25,7 @@ BOOL_FIELDS = frozenset({"ignore_eos", "durable"})
 JSON_FIELDS = frozenset({"messages", "input_ids", "stop", "stop_token_ids", "have"})
 
 _INT = re.compile(r"-?[0-9]{1,16}\Z")
-_FLOAT = re.compile(r"-?(?:[0-9]{1,16}(?:\.[0-9]{0,32})?|\.[0-9]{1,32})(?:[eE][+-]?[0-9]{1,2})?\Z")
+_FLOAT = re.compile(r"-?(?:[0-9]{1,16}(?:\.[0-9]{0,32})?|\.[0-9]{1,32})(?:[eE][+-]?[0-9]{1,3})?\Z")
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 
