@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ops.exit_codes import CommandError, ExitCode
+from tokenbus.dealer import CurveKeys
+
+KEY_CHARS = 40  # 32 bytes in Z85
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +53,36 @@ def _create(path: Path, key: str, mode: int) -> None:
         ) from None
     with os.fdopen(fd, "w") as file:
         file.write(f"{key}\n")
+
+
+def client_keys(server_key: Path | None, key: Path | None) -> CurveKeys | None:
+    """Keys for a client: the worker's .public file and one's own .secret file; None for neither.
+
+    Raises CommandError if only one is given, or a file holds no key.
+    """
+    if server_key is None and key is None:
+        return None
+    if server_key is None or key is None:
+        raise CommandError(
+            ExitCode.USAGE,
+            "--server-key and --key go together",
+            "Give the worker's .public file and your own .secret file.",
+        )
+    import zmq
+
+    secret = _read(key)
+    return CurveKeys(_read(server_key), zmq.curve_public(secret.encode()).decode(), secret)
+
+
+def _read(path: Path) -> str:
+    try:
+        key = path.read_text().strip()
+    except OSError as error:
+        raise CommandError(ExitCode.USAGE, f"cannot read {path}: {error.strerror}") from None
+    if len(key) != KEY_CHARS:
+        raise CommandError(
+            ExitCode.USAGE,
+            f"{path} does not hold a Z85 key of {KEY_CHARS} characters",
+            "`tokenbus keys NAME` makes a pair.",
+        )
+    return key

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ops.cli import bench, dead, jobs, model, service, tools
+from ops.cli import ask, bench, dead, jobs, model, service, tools
 from ops.exit_codes import MEANINGS
 
 _CODES = "\n\n".join(f"{int(code)}: {meaning}" for code, meaning in MEANINGS.items())
@@ -26,8 +26,8 @@ SERVICE, JOBS, MODELS, CARE = "Run a worker", "Send jobs", "Models", "Look after
 app.command(rich_help_panel=SERVICE)(service.serve)
 app.command(rich_help_panel=SERVICE)(service.broker)
 app.command(rich_help_panel=SERVICE)(service.engine)
-app.command(rich_help_panel=JOBS)(jobs.ask)
-app.command(rich_help_panel=JOBS)(jobs.chat)
+app.command(rich_help_panel=JOBS)(ask.ask)
+app.command(rich_help_panel=JOBS)(ask.chat)
 app.command(rich_help_panel=JOBS)(jobs.submit)
 app.command(rich_help_panel=JOBS)(jobs.tail)
 app.command(rich_help_panel=JOBS)(jobs.cancel)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import runpy
+import sys
 from importlib.util import find_spec
 
 import typer
@@ -30,7 +31,9 @@ def _add(name: str, about: str) -> None:
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )
     def run(context: typer.Context) -> None:
-        raise SystemExit(import_module(f"ops.bench.{name}").main(context.args))
+        # Each is a script of its own as well, with its own arguments.
+        sys.argv = [f"tokenbus bench {name}", *context.args]
+        runpy.run_module(f"ops.bench.{name}", run_name="__main__")
 
 
 for _name, _text in _ABOUT.items():

@@ -1,9 +1,7 @@
-"""`ask` and `chat` over ZeroMQ; `submit`, `tail`, `cancel`, `status` over Redis."""
+"""`submit`, `tail`, `cancel`, `status`: over Redis, for jobs that outlive a worker."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,142 +21,18 @@ from ops.cli.options import (
     Temperature,
     TopK,
     TopP,
-    ZmqEndpoint,
     client_settings,
     read_prompt,
     redis_address,
+    request_fields,
     sampling,
-    zmq_address,
 )
 from ops.cli.output import print_facts, print_json
 
 if TYPE_CHECKING:
-    from tokenbus import AsyncClient
+    from tokenbus import JobStatus
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
-
-
-def ask(
-    prompt: Prompt,
-    system: System = None,
-    raw: Raw = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    zmq: ZmqEndpoint = None,
-    queue: Queue = None,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-) -> None:
-    """Ask over ZeroMQ and watch the answer come. Ctrl-C cancels the job.
-
-    [dim]Examples:[/dim]
-
-    tokenbus ask "Why is the sky blue?"
-
-    git diff | tokenbus ask - --system "Review this." --max-tokens 200 --json
-
-    [dim]Exit codes:[/dim] 5 no worker, 6 job refused or failed, 130 interrupted
-    """
-    fields = request_fields(read_prompt(prompt), system, raw=raw) | sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-    )
-    endpoint = zmq_address(client_settings(queue, None, zmq, data_dir))
-    _run(_ask(endpoint, fields, as_json=as_json))
-
-
-async def _ask(endpoint: str, fields: dict[str, Any], *, as_json: bool) -> None:
-    from ops.cli.streaming import print_stream
-    from tokenbus import AsyncClient
-
-    async with AsyncClient(zmq=endpoint) as client, client.generate(**fields) as stream:
-        await print_stream(stream, as_json=as_json)
-
-
-def request_fields(prompt: str, system: str | None, *, raw: bool) -> dict[str, Any]:
-    """`prompt` for a plain continuation, else `messages`."""
-    if raw and system is None:
-        return {"prompt": prompt}
-    if raw:
-        raise typer.BadParameter("a plain continuation has no system message", param_hint="--raw")
-    messages = [{"role": "system", "content": system}] if system else []
-    return {"messages": [*messages, {"role": "user", "content": prompt}]}
-
-
-def chat(
-    system: System = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
-    zmq: ZmqEndpoint = None,
-    queue: Queue = None,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-) -> None:
-    """Talk over ZeroMQ, turn by turn. Ctrl-C stops an answer, Ctrl-D ends the conversation.
-
-    [dim]Example:[/dim] tokenbus chat --system "You are a terse assistant."
-
-    [dim]Exit codes:[/dim] 5 no worker, 6 a turn was refused or failed
-    """
-    from ops.cli.streaming import client_errors
-
-    params = sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    endpoint = zmq_address(client_settings(queue, None, zmq, data_dir))
-    history = [{"role": "system", "content": system}] if system else []
-    # The loop stands still while we wait for a line; libzmq keeps the connection meanwhile.
-    with asyncio.Runner() as runner, client_errors():
-        client = runner.run(_connect(endpoint))
-        try:
-            _converse(runner, client, history, params, as_json=as_json)
-        finally:
-            runner.run(client.close())
-
-
-async def _connect(endpoint: str) -> AsyncClient:
-    from tokenbus import AsyncClient
-
-    return AsyncClient(zmq=endpoint)
-
-
-def _converse(
-    runner: asyncio.Runner,
-    client: AsyncClient,
-    history: list[dict[str, str]],
-    params: dict[str, Any],
-    *,
-    as_json: bool,
-) -> None:
-    from ops.cli.streaming import print_stream
-
-    async def turn() -> str:
-        async with client.generate(messages=history, **params) as stream:
-            return await print_stream(stream, as_json=as_json)
-
-    prompt = "> " if sys.stdin.isatty() and not as_json else ""
-    while True:
-        try:
-            line = input(prompt)
-        except EOFError:
-            return
-        if not line.strip():
-            continue
-        history.append({"role": "user", "content": line})
-        try:
-            history.append({"role": "assistant", "content": runner.run(turn())})
-        except KeyboardInterrupt:
-            history.pop()
-            print("\n(stopped)", file=sys.stderr)
 
 
 def submit(
@@ -196,6 +70,8 @@ def submit(
 
     [dim]Exit codes:[/dim] 5 no Redis, 6 job refused
     """
+    from ops.cli.streaming import run_client
+
     fields = request_fields(read_prompt(prompt), system, raw=raw) | sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -209,7 +85,9 @@ def submit(
     )
     fields |= {"priority": priority} | ({"tenant": tenant} if tenant else {})
     settings = client_settings(queue, redis, None, data_dir)
-    _run(_submit(redis_address(settings), settings.queue, fields, follow=follow, as_json=as_json))
+    run_client(
+        _submit(redis_address(settings), settings.queue, fields, follow=follow, as_json=as_json)
+    )
 
 
 async def _submit(
@@ -245,8 +123,10 @@ def tail(
 
     [dim]Exit codes:[/dim] 5 no Redis, 6 job failed, 7 no such job
     """
+    from ops.cli.streaming import run_client
+
     settings = client_settings(queue, redis, None, data_dir)
-    _run(_tail(redis_address(settings), settings.queue, job, from_seq, as_json=as_json))
+    run_client(_tail(redis_address(settings), settings.queue, job, from_seq, as_json=as_json))
 
 
 async def _tail(url: str, queue: str, job: str, from_seq: int, *, as_json: bool) -> None:
@@ -270,8 +150,10 @@ def cancel(
 
     [dim]Exit codes:[/dim] 5 no Redis
     """
+    from ops.cli.streaming import run_client
+
     settings = client_settings(queue, redis, None, data_dir)
-    _run(_cancel(redis_address(settings), settings.queue, job))
+    run_client(_cancel(redis_address(settings), settings.queue, job))
     if as_json:
         print_json({"job": job, "cancel": "requested"})
     else:
@@ -300,24 +182,18 @@ def status(
     """
     from dataclasses import asdict
 
+    from ops.cli.streaming import run_client
+
     settings = client_settings(queue, redis, None, data_dir)
-    facts = asdict(_run(_status(redis_address(settings), settings.queue, job)))
+    facts = asdict(run_client(_status(redis_address(settings), settings.queue, job)))
     if as_json:
         print_json(facts)
     else:
         print_facts({name: value for name, value in facts.items() if value not in ("", None)})
 
 
-async def _status(url: str, queue: str, job: str) -> Any:
+async def _status(url: str, queue: str, job: str) -> JobStatus:
     from tokenbus import AsyncClient
 
     async with AsyncClient(redis=url, queue=queue) as client:
         return await client.status(job)
-
-
-def _run(work: Any) -> Any:
-    """Run a client coroutine; what it raises ends the command with a sentence."""
-    from ops.cli.streaming import client_errors
-
-    with client_errors():
-        return asyncio.run(work)

@@ -20,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Queue = Annotated[
     str | None,
     typer.Option(
-        "--queue", metavar="NAME", help="Queue.  [default: default]", rich_help_panel=ADDRESS
+        "--queue", metavar="NAME", help="Queue (default: default).", rich_help_panel=ADDRESS
     ),
 ]
 RedisUrl = Annotated[
@@ -28,7 +28,7 @@ RedisUrl = Annotated[
     typer.Option(
         "--redis",
         metavar="URL",
-        help="Redis door.  [default: of the worker on this host]",
+        help="Redis door (default: of the worker on this host).",
         rich_help_panel=ADDRESS,
     ),
 ]
@@ -37,7 +37,7 @@ ZmqEndpoint = Annotated[
     typer.Option(
         "--zmq",
         metavar="ENDPOINT",
-        help="ZeroMQ door.  [default: of the worker on this host]",
+        help="ZeroMQ door (default: of the worker on this host).",
         rich_help_panel=ADDRESS,
     ),
 ]
@@ -46,14 +46,27 @@ DataDir = Annotated[
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        help="Data directory of the worker.  [default: ~/.local/share/tokenbus]",
+        help="Data directory of the worker (default: ~/.local/share/tokenbus).",
         rich_help_panel=ADDRESS,
     ),
+]
+ServerKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--server-key",
+        metavar="FILE",
+        help="The worker's .public file, where it asks for CURVE keys.",
+        rich_help_panel=ADDRESS,
+    ),
+]
+Key = Annotated[
+    Path | None,
+    typer.Option("--key", metavar="FILE", help="Your own .secret file.", rich_help_panel=ADDRESS),
 ]
 Config = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", help="Settings file.  [default: ./tokenbus.toml if it is there]"
+        "--config", metavar="FILE", help="Settings file (default: ./tokenbus.toml if it is there)."
     ),
 ]
 Set = Annotated[
@@ -185,3 +198,13 @@ def sampling(**values: object) -> dict[str, Any]:
     given = {name: value for name, value in values.items() if value is not None}
     stop = given.pop("stop", None)
     return given | ({"stop": stop} if stop else {})
+
+
+def request_fields(prompt: str, system: str | None, *, raw: bool) -> dict[str, Any]:
+    """`prompt` for a plain continuation, else `messages`."""
+    if raw and system is None:
+        return {"prompt": prompt}
+    if raw:
+        raise typer.BadParameter("a plain continuation has no system message", param_hint="--raw")
+    messages = [{"role": "system", "content": system}] if system else []
+    return {"messages": [*messages, {"role": "user", "content": prompt}]}

@@ -19,16 +19,16 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="MODEL",
-        help="Directory, .gguf file, hub id or short name.  [default: smollm2-135m]",
+        help="Directory, .gguf file, hub id or short name (default: smollm2-135m).",
     ),
 ]
 Queue = Annotated[
-    str | None, typer.Option("--queue", "-q", metavar="NAME", help="Queue.  [default: default]")
+    str | None, typer.Option("--queue", "-q", metavar="NAME", help="Queue (default: default).")
 ]
 Redis = Annotated[
     str | None,
     typer.Option(
-        "--redis", metavar="URL|embedded|none", help="The Redis door.  [default: embedded]"
+        "--redis", metavar="URL|embedded|none", help="The Redis door (default: embedded)."
     ),
 ]
 Zmq = Annotated[
@@ -36,25 +36,23 @@ Zmq = Annotated[
     typer.Option(
         "--zmq",
         metavar="ENDPOINT|none",
-        help="The ZeroMQ door; port 0 takes a free one.  [default: tcp://127.0.0.1:5555]",
+        help="The ZeroMQ door; port 0 takes a free one (default: tcp://127.0.0.1:5555).",
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
-        "--device", metavar="auto|cpu|cuda", help="Where the model runs.  [default: auto]"
-    ),
+    typer.Option("--device", metavar="auto|cpu|cuda", help="Where the model runs (default: auto)."),
 ]
 DrainS = Annotated[
     float | None,
     typer.Option(
-        "--drain-s", metavar="SECONDS", help="Time for running jobs at the end. [default: 30]"
+        "--drain-s", metavar="SECONDS", help="Time for running jobs at the end (default: 30)."
     ),
 ]
 LogLevel = Annotated[
     str | None,
     typer.Option(
-        "--log-level", metavar="LEVEL", help="debug, info, warning, error. [default: info]"
+        "--log-level", metavar="LEVEL", help="debug, info, warning, error (default: info)."
     ),
 ]
 Link = Annotated[

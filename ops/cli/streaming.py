@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ops.cli.output import print_json
 from ops.exit_codes import CommandError, ExitCode
@@ -13,6 +14,8 @@ from ops.exit_codes import CommandError, ExitCode
 if TYPE_CHECKING:
     from tokenbus.events import Done
     from tokenbus.stream import JobStream
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -72,3 +75,9 @@ def summary(done: Done) -> str:
         f"{usage.completion_tokens} tokens, {done.reason} · "
         f"first after {usage.ttft_ms:.0f} ms{speed} · prompt {usage.prompt_tokens}"
     )
+
+
+def run_client(work: Coroutine[Any, Any, T]) -> T:
+    """Run a client coroutine; what it raises ends the command with a sentence."""
+    with client_errors():
+        return asyncio.run(work)
