@@ -26,8 +26,9 @@ from ops.child import ChildSpec
 from ops.exit_codes import CommandError, ExitCode
 from ops.log import configure_logging
 from ops.models import ResolvedModel
+from ops.serve_view import LoadBar, ready_line
 from ops.settings import FAKE_MODEL, Settings, broker_config, engine_config, public_url
-from ops.supervisor import Progress, Ready, Stop, Supervisor, WorkerEvent, unready_reason
+from ops.supervisor import Progress, Ready, Stop, Supervisor, WorkerEvent
 
 log = structlog.get_logger("ops.serve")
 
@@ -92,6 +93,7 @@ class Worker:
         self.run_dir = run_dir
         self.redis = redis
         self.as_json = as_json
+        self._bar = LoadBar()
         if redis is not None:
             self.redis_url = redis.url
         elif settings.redis_mode == "url":
@@ -115,6 +117,7 @@ class Worker:
         system.start()
         ends: list[asyncio.Future[Any]] = [supervisor.finished, system.crashed]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        self._bar.close()
         await system.stop()
         if supervisor.finished.done():
             return supervisor.finished.result()
@@ -151,6 +154,7 @@ class Worker:
         if isinstance(event, Progress):
             self._on_progress(event)
             return
+        self._bar.close()
         announcement = self._announcement(event)
         worker_files.announce(self.settings.data_dir, announcement)
         said = asdict(announcement) | {"redis": public_url(announcement.redis)}
@@ -172,19 +176,14 @@ class Worker:
         )
 
     def _on_progress(self, event: Progress) -> None:
-        reason = unready_reason(event.data)
-        if reason:
-            log.warning("worker.not_ready", reason=reason)
-        else:
-            log.debug("worker.progress", **{k: v for k, v in event.data.items() if k != "event"})
-
-
-def ready_line(a: worker_files.Announcement) -> str:
-    """Every address in one line."""
-    doors = [f"zmq {a.zmq}"] if a.zmq else []
-    doors += [f"redis {public_url(a.redis)}"] if a.redis else []
-    pids = ", ".join(f"{name} {pid}" for name, pid in a.pids.items())
-    return f"ready: model {a.model} · queue {a.queue} · {' · '.join(doors)} · pids {pids}"
+        data = {key: value for key, value in event.data.items() if key != "event"}
+        match event.data.get("event"):
+            case "not_ready":
+                log.warning("worker.not_ready", reason=data.get("reason", "unknown"))
+            case "progress" if "done" in data:
+                self._bar.update(str(data.get("stage", "")), data["done"], data.get("total", 0))
+            case name:
+                log.debug("broker.says", what=name, **data)
 
 
 def import_path() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,16 +20,10 @@ import structlog
 from broker.actor import Actor, ActorSystem
 from ops.child import Child, ChildSpec, describe_exit, start_child
 from ops.exit_codes import CommandError, ExitCode
+from ops.restart_policy import CRASH_WINDOW_S, CrashRecord
 
 log = structlog.get_logger("ops.supervisor")
 
-BACKOFF_FIRST_S, BACKOFF_LAST_S = 0.2, 10.0
-CRASH_WINDOW_S = 60.0
-# A process that never got ready between its crashes will not get ready by the next one.
-MAX_CRASHES_UNREADY = 3
-# One that did is killed from outside, by its jobs or by hand: each job that kills engines costs at
-# most its max_attempts crashes before it is put aside, and several may come in a minute.
-MAX_CRASHES_READY = 20
 DRAIN_MARGIN_S = 3.0  # for the broker to say goodbye after its own drain time
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL of the engine and Redis
 
@@ -108,22 +101,7 @@ class _Slot:
     lost_code: ExitCode
     child: Child | None = None
     was_ready: bool = False  # since its last start
-    crashes: deque[float] = field(default_factory=deque)  # monotonic times within the window
-    num_unready: int = 0  # crashes in a row without getting ready
-
-    def record_crash(self, now: float) -> None:
-        self.crashes.append(now)
-        while now - self.crashes[0] > CRASH_WINDOW_S:
-            self.crashes.popleft()
-        self.num_unready = 0 if self.was_ready else self.num_unready + 1
-
-    @property
-    def is_hopeless(self) -> bool:
-        return self.num_unready >= MAX_CRASHES_UNREADY or len(self.crashes) >= MAX_CRASHES_READY
-
-    @property
-    def backoff_s(self) -> float:
-        return min(BACKOFF_FIRST_S * 2.0 ** (len(self.crashes) - 1), BACKOFF_LAST_S)
+    crashes: CrashRecord = field(default_factory=CrashRecord)
 
 
 _LOST_CODES = {"engine": ExitCode.ENGINE_LOST, "broker": ExitCode.BROKER_LOST}
@@ -248,14 +226,14 @@ class Supervisor(Actor):
         self._continue_stop()
 
     def _restart_or_give_up(self, slot: _Slot, message: Exited) -> None:
-        slot.record_crash(time.monotonic())
+        slot.crashes.add(time.monotonic(), was_ready=slot.was_ready)
         if message.returncode in _FINAL_CODES:
             self._give_up(ExitCode(message.returncode), message.name, "it said why, above")
-        elif slot.is_hopeless:
-            why = f"{len(slot.crashes)} crashes within {CRASH_WINDOW_S:.0f} s; see its log above"
+        elif slot.crashes.is_hopeless:
+            why = f"{slot.crashes.num_recent} crashes within {CRASH_WINDOW_S:.0f} s; see its log above"
             self._give_up(slot.lost_code, message.name, why)
         else:
-            delay_s = slot.backoff_s
+            delay_s = slot.crashes.backoff_s
             log.info("process.restarting", process=message.name, delay_s=delay_s)
             self.later(delay_s, lambda: self._tell_start(message.name))
 
@@ -309,8 +287,3 @@ class Supervisor(Actor):
         slot = self._slots.get(name)
         if slot is not None and slot.child is not None:
             slot.child.send(number)
-
-
-def unready_reason(data: dict[str, Any]) -> str:
-    """Why the broker says it is not ready; empty for any other status."""
-    return str(data.get("reason", "unknown")) if data.get("event") == "not_ready" else ""
