@@ -230,7 +230,7 @@ class Supervisor(Actor):
         if message.returncode in _FINAL_CODES:
             self._give_up(ExitCode(message.returncode), message.name, "it said why, above")
         elif slot.crashes.is_hopeless:
-            why = f"{slot.crashes.num_recent} crashes within {CRASH_WINDOW_S:.0f} s; see its log above"
+            why = f"{slot.crashes.num_recent} crashes within {CRASH_WINDOW_S:.0f} s; see its log"
             self._give_up(slot.lost_code, message.name, why)
         else:
             delay_s = slot.crashes.backoff_s
