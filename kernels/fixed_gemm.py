@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.pdl import pdl_options
 from kernels.tiles import FixedGemmTile, fixed_gemm_tile
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 GROUP_M = 8
 """Row tiles that are walked before the next column tile, so that they share weight tiles in L2."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.decode_plan import GROUP_TILES, DecodePlan
 from kernels.pdl import pdl_options
 from kernels.tiles import DecodeTile, decode_tile
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = math.log2(math.e)
 
