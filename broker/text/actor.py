@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from broker.actor import Actor, ActorSystem, Overflow
 from broker.config import BrokerConfig
-from broker.link_messages import EngineUp
+from broker.link_messages import EngineGone, EngineProgress, EngineUp
 from broker.messages import Prepare, PrepareFailed
 from broker.text.model import TextModel
 from broker.text.prepare import Limits, check_model, encode_prompt, prompt_size, resolve
@@ -41,7 +41,7 @@ class TextActor(Actor):
             self._prepare(message)
         elif isinstance(message, EngineUp):
             self._take_limits(message)
-        else:
+        elif not isinstance(message, EngineGone | EngineProgress):
             raise TypeError(f"text takes no {type(message).__name__}")
 
     async def stop(self) -> None:

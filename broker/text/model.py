@@ -79,7 +79,7 @@ class ByteEncoder:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> IntArray:
         """See `Encoder`; there are no special tokens."""
-        return (np.frombuffer(text.encode(), np.uint8) % self._vocab_size).astype(np.int32)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32) % self._vocab_size
 
 
 def load_text_model(path: str, fake_vocab_size: int = 0) -> TextModel:

@@ -1,0 +1,50 @@
+"""`python -m broker --config FILE [--status-fd N]`: the broker process.
+
+Exit codes: 0 after a drain, 1 after a crash of an actor, 2 for a configuration that cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import structlog
+import uvloop
+import zmq
+
+from broker.actor import ActorCrashed
+from broker.app import run
+from broker.config import BrokerConfig
+from broker.gateway.security import InsecureBind
+from broker.log import configure_logging
+from broker.ring.errors import LinkError
+from tokenbus.errors import TokenbusError
+
+EXIT_CRASHED = 1  # the supervisor starts the broker again
+EXIT_BAD_CONFIG = 2  # starting it again would not help
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(prog="python -m broker", description="The broker process.")
+    parser.add_argument("--config", type=Path, required=True, help="BrokerConfig as JSON")
+    parser.add_argument("--status-fd", type=int, metavar="FD", help="descriptor for status lines")
+    parser.add_argument("--log-level", default=os.environ.get("TOKENBUS_LOG_LEVEL", "info"))
+    args = parser.parse_args()
+    configure_logging(json=not sys.stderr.isatty(), level=args.log_level)
+    log = structlog.get_logger("broker")
+    try:
+        config = BrokerConfig.from_json(args.config.read_text())
+        uvloop.run(run(config, args.status_fd))
+    except ActorCrashed:
+        return EXIT_CRASHED
+    except (InsecureBind, TokenbusError, LinkError, zmq.ZMQError, OSError, TypeError) as error:
+        log.error("broker.cannot_start", error=f"{type(error).__name__}: {error}")
+        return EXIT_BAD_CONFIG
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
