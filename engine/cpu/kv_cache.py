@@ -40,9 +40,8 @@ class KvCache:
     def vector_index(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Addresses of tokens for `write`: block int64 [T], offset int64 [T] -> [T, 2 * heads]."""
         heads2 = self._piece_of_vector.shape[1]
-        pieces = blocks[:, None] * heads2 + self._piece_of_vector
-        index: torch.Tensor = pieces * self.block_size + offsets[:, None]
-        return index
+        pieces: torch.Tensor = blocks[:, None] * heads2 + self._piece_of_vector
+        return pieces.mul_(self.block_size).add_(offsets[:, None])
 
     def piece_index(self, block_table: torch.Tensor) -> torch.Tensor:
         """Addresses of contexts for `gather`: block ids int64 [B, C] -> [2 * B * heads * C]."""

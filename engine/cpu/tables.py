@@ -40,9 +40,10 @@ class RowTables:
             return np.zeros(0, np.int64)
         ids = plan.block_ids.astype(np.int64)
         self.blocks[plan.block_rows, plan.block_cols] = ids
-        computed = np.zeros(len(self.tokens), np.int64)
-        computed[plan.rows] = plan.num_computed
         # A block whose tokens are all computed came from the prefix cache: its content is wanted.
+        # So may be the blocks of rows that compute nothing in this step.
+        computed = np.full(len(self.tokens), np.iinfo(np.int64).max)
+        computed[plan.rows] = plan.num_computed
         is_fresh = (plan.block_cols + 1) * self.block_size > computed[plan.block_rows]
         return ids[is_fresh]
 
