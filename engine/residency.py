@@ -72,6 +72,11 @@ class Residency:
             if at < len(places) and places[at] == entry:
                 del places[at]
 
+    def is_partial(self, order: int, row: int) -> bool:
+        """Whether this entry is in `partial`."""
+        at = bisect_left(self.partial, (order, row))
+        return at < len(self.partial) and self.partial[at] == (order, row)
+
     def take_changes(self) -> tuple[IntArray, IntArray, IntArray]:
         """Block table entries (rows, columns, ids; int32 [D]) changed since the last call."""
         if not self._changes:

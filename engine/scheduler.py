@@ -230,9 +230,9 @@ class Scheduler:
             if row is None:
                 if at == len(partial):
                     break
-                row = partial[at][1]
+                order, row = partial[at]
                 at += 1
-                if t.losing_kv[row]:
+                if not res.is_partial(order, row):  # it lost its KV, or its row, to one let in
                     continue
             num_new = min(budget, int(t.length[row] - t.computed[row]))
             t.in_flight[row] += 1

@@ -402,3 +402,18 @@ def test_a_decode_step_of_rows_with_room_asks_for_no_block(monkeypatch: pytest.M
     for _ in range(9):
         harness.step()
     assert len(harness.finish) == 4
+
+
+@BOTH
+def test_a_half_computed_prompt_that_loses_its_kv_to_a_better_one_starts_again(
+    is_async: bool,
+) -> None:
+    """The better run leaves budget in the same step, which the loser may not spend without KV."""
+    harness = Harness(make_runner(is_async=is_async, num_blocks=8, budget=16))
+    low = harness.submit(1, list(range(30)), 2, priority=2)
+    harness.step()
+    harness.run(until=lambda: harness.scheduler.num_in_flight <= 1)
+    high = harness.submit(2, [5] * 4, 3, priority=0)
+    harness.run()
+    assert harness.tokens[2] == undisturbed(high)
+    assert harness.tokens[1] == undisturbed(low)
