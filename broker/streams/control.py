@@ -4,7 +4,7 @@
 |---|---|---|
 | `cancel` | `job` | end that job, if it is here |
 | `drain` | `worker` (an id, or `*`) | take no new jobs, finish or give back the rest, then exit |
-| `released` | | a worker gave entries back: look for them now |
+| `released` | `worker` | it gave entries back: others may look for them now |
 
 What this worker does not know is ignored: another may.
 """
@@ -85,7 +85,8 @@ class Control:
             for each in [job] if job else self._state.jobs.before_fence(job_id):
                 self._state.cancel(each)
         elif op == b"released":
-            self._on_released()
+            if fields.get(b"worker") != self._state.worker.encode():
+                self._on_released()
         elif op == b"drain" and fields.get(b"worker") in (b"*", self._state.worker.encode()):
             log.info("drain.requested")
             self._on_drain()

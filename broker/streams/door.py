@@ -155,7 +155,8 @@ class StreamsDoor(Actor):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await self._reader.unblock()
                     await self._reader.is_done.wait()
-                    await self._outbox.wait_empty()
+                    while len(self._state.jobs):
+                        await asyncio.sleep(0.005)
                     await self._heartbeat.leave()
         if len(self._state.jobs):
             log.warning("jobs.left_to_lease", count=len(self._state.jobs))

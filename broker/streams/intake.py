@@ -76,7 +76,7 @@ class Reader:
         """Entries that are there; whether there were any."""
         state = self._state
         self._low_credit += free * state.config.limits.low_share
-        keep_for_low = min(int(self._low_credit), free)
+        keep_for_low = min(int(self._low_credit + 1e-9), free)  # ten times 0.1 is a whole one
         asked_at = state.now()
         args = (GROUP, state.worker, free, keep_for_low)
         taken = await state.link.call(*script("take", state.streams, args))

@@ -61,7 +61,7 @@ class ReplyError(Exception):
     @property
     def is_no_group(self) -> bool:
         """The stream or its group is gone: Redis lost its data."""
-        return "NOGROUP" in str(self)
+        return "NOGROUP" in str(self) or self.code == "UNBLOCKED"
 
 
 class Lane(asyncio.Protocol):

@@ -116,6 +116,7 @@ class Heartbeat:
             try:
                 await self.beat()
                 self._state.clear_trouble("heartbeat")
+                self._state.clear_when_idle()
             except LinkLost:
                 pass  # the link says so itself
             except ReplyError as error:

@@ -33,8 +33,6 @@ class Outbox:
         self._state = state
         self._waiting: dict[Job, None] = {}
         self._wake = asyncio.Event()
-        self._was_empty = asyncio.Event()
-        self._was_empty.set()
         state.push = self.push
 
     def add(self, job: Job, event: Tokens) -> None:
@@ -55,19 +53,12 @@ class Outbox:
     def push(self, job: Job) -> None:
         """The job has an ending, or is in doubt."""
         self._waiting[job] = None
-        self._was_empty.clear()
         self._wake.set()
 
     def wake(self) -> None:
         """Look at what is due."""
         if self._waiting:
-            self._was_empty.clear()
             self._wake.set()
-
-    async def wait_empty(self) -> None:
-        """Until everything that waits is written."""
-        self.wake()
-        await self._was_empty.wait()
 
     async def run(self) -> None:
         """Write what is due, for ever."""
@@ -111,7 +102,6 @@ class Outbox:
     async def _wait(self) -> None:
         self._wake.clear()
         if not self._waiting:
-            self._was_empty.set()
             await self._wake.wait()
             return
         delay_s = min(job.due for job in self._waiting) - self._state.now()
@@ -140,7 +130,7 @@ class Outbox:
             at += count
         if released:  # so that other workers need not wait for their next look
             control = ("XADD", self._state.keys.control, "MAXLEN", "~", CONTROL_MAX_LEN, "*")
-            await self._state.link.run([(*control, "op", "released")])
+            await self._state.link.run([(*control, "op", "released", "worker", self._state.worker)])
 
     def _commands_for(self, job: Job) -> list[Command]:
         keys, ending = self._state.keys, job.ending

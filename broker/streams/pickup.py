@@ -55,8 +55,8 @@ class Pickup:
     def __init__(self, state: DoorState, door: Address) -> None:
         self._state = state
         self._door = door
-        self._to_fence: deque[Job] = deque()
-        self._to_reject: deque[tuple[Job, TokenbusError]] = deque()
+        self._to_fence: dict[Job, None] = {}
+        self._to_reject: dict[Job, TokenbusError] = {}
         self._wake = asyncio.Event()
         self._suspect: Job | None = None  # the one that may run
         self._suspects: deque[Job] = deque()
@@ -127,12 +127,12 @@ class Pickup:
 
     def _fence_later(self, job: Job) -> None:
         job.stage = Stage.FENCING
-        self._to_fence.append(job)
+        self._to_fence[job] = None
         self._wake.set()
 
     def _reject(self, job: Job, error: TokenbusError) -> None:
         job.stage = Stage.FENCING
-        self._to_reject.append((job, error))
+        self._to_reject[job] = error
         self._wake.set()
 
     # ------------------------------------------------------------ steps in Redis
@@ -142,9 +142,10 @@ class Pickup:
         while True:
             await self._wake.wait()
             await self._state.link.up.wait()
-            rejected = [self._to_reject.popleft() for _ in range(len(self._to_reject))]
-            count = min(len(self._to_fence), MAX_PER_BATCH)
-            jobs = [self._to_fence.popleft() for _ in range(count)]
+            rejected, self._to_reject = self._to_reject, {}
+            jobs = dict.fromkeys(list(self._to_fence)[:MAX_PER_BATCH])
+            for job in jobs:
+                del self._to_fence[job]
             if not rejected and not jobs:
                 self._wake.clear()
                 continue
@@ -152,41 +153,37 @@ class Pickup:
                 await self._run_batch(rejected, jobs)
             except LinkLost:
                 await asyncio.sleep(0.01)
-            self._put_back(rejected, jobs)
+            # what the batch did not bring to an end is asked again
+            self._to_reject.update(rejected)
+            self._to_fence.update(jobs)
 
-    def _put_back(self, rejected: list[tuple[Job, TokenbusError]], jobs: list[Job]) -> None:
-        """What the batch did not bring to an end is asked again."""
-        held = self._state.jobs.is_held
-        self._to_reject.extend(pair for pair in rejected if held(pair[0]))
-        waiting = set(self._suspects)
-        for job in jobs:
-            if held(job) and job.stage is Stage.FENCING and job not in waiting:
-                self._to_fence.append(job)
-
-    async def _run_batch(
-        self, rejected: Sequence[tuple[Job, TokenbusError]], jobs: Sequence[Job]
-    ) -> None:
+    async def _run_batch(self, rejected: dict[Job, TokenbusError], jobs: dict[Job, None]) -> None:
+        """Takes out of `rejected` and `jobs` what got its answer. Raises LinkLost."""
         state = self._state
         if state.is_draining:
             for job in jobs:
                 state.end(job, Ending())
-            jobs = ()
-        commands = [self._reject_command(job, error) for job, error in rejected]
+            jobs.clear()
+        batch = [*rejected, *jobs]
+        commands = [self._reject_command(job, error) for job, error in rejected.items()]
         commands.extend(self._fence_command(job) for job in jobs)
         for job in jobs:
             job.was_asked = True
         replies = await state.link.run(commands)
-        errors = [reply for reply in replies if isinstance(reply, ReplyError)]
-        if errors:
-            state.report_trouble("pickup", errors[0])
+        for job, reply in zip(batch, replies, strict=True):
+            if isinstance(reply, ReplyError):
+                state.report_trouble("pickup", reply)
+                continue
+            if job in rejected:
+                self._take_rejection(job, rejected.pop(job))
+            else:
+                if state.jobs.is_held(job):
+                    await self._take_verdict(job, reply)
+                del jobs[job]
+        if rejected or jobs:
             await asyncio.sleep(RETRY_S)
         else:
             state.clear_trouble("pickup")
-        for (job, error), reply in zip(rejected, replies, strict=False):
-            self._take_rejection(job, error, reply)
-        for job, reply in zip(jobs, replies[len(rejected) :], strict=True):
-            if not isinstance(reply, ReplyError):
-                await self._take_verdict(job, reply)
 
     def _reject_command(self, job: Job, error: TokenbusError) -> Command:
         state, keys = self._state, self._state.keys
@@ -196,9 +193,7 @@ class Pickup:
             (GROUP, state.worker, job.entry, state.redis.reply_ttl_ms, *failed_fields(error)),
         )
 
-    def _take_rejection(self, job: Job, error: TokenbusError, reply: Reply) -> None:
-        if isinstance(reply, ReplyError):
-            return
+    def _take_rejection(self, job: Job, error: TokenbusError) -> None:
         log.info("request.rejected", job=job.id, code=error.code, field=error.field)
         self._state.counters.rejected += 1
         self._state.forget(job)
@@ -226,8 +221,6 @@ class Pickup:
 
     async def _take_verdict(self, job: Job, reply: Reply) -> None:
         state, verdict = self._state, reply[0].decode()
-        if not state.jobs.is_held(job):
-            return
         if verdict == "suspect":
             self._hold_suspect(job)
         elif verdict in ("run", "cancelled", "deadline", "dead"):

@@ -25,6 +25,8 @@ UNFINISHED_TTL_MS = 24 * 3_600_000
 PROGRESS_TOKENS = 32
 PAUSE_TOKENS = 4_096  # unpublished tokens of one job after which it is paused
 RETRY_S = 0.5
+# Parts without which no job can be brought to an end: no more are taken while one is in trouble.
+_WORK = frozenset({"pickup", "publish", "renew"})
 
 
 @dataclass(slots=True)
@@ -73,7 +75,7 @@ class DoorState:
     @property
     def free_slots(self) -> int:
         """How many entries may be read now."""
-        if self.is_draining or self.troubles:
+        if self.is_draining or not self.troubles.keys().isdisjoint(_WORK):
             return 0
         return max(0, self.slots - self.jobs.num_unsettled)
 
@@ -97,6 +99,12 @@ class DoorState:
         if self.troubles.pop(part, None) is not None:
             self.on_trouble()
             self.check_slots()
+
+    def clear_when_idle(self) -> None:
+        """Redis takes writes again and no job is left that could show it."""
+        if not len(self.jobs):
+            for part in _WORK:
+                self.clear_trouble(part)
 
     # ------------------------------------------------------------ moves of a job
 

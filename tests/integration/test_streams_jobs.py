@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.redis_servers import RedisServer
 from tests.streams_kit import Bus, open_bus, text_of, until
+from tokenbus.errors import Busy, EngineLost, TooLong
 
 
 @pytest.fixture
@@ -31,3 +35,255 @@ async def test_a_plain_xadd_becomes_started_tokens_done(bus: Bus) -> None:
     bus.audit(job)
     bus.audit_queue()
     assert bus.state(job)["state"] == "done"
+
+
+async def test_the_first_token_goes_out_at_once_and_later_ones_share_entries(bus: Bus) -> None:
+    worker = await bus.worker(coalesce_ms=10_000, coalesce_tokens=4)
+    job = bus.submit(max_tokens=20)
+    await until(lambda: job in worker.ledger.runs)
+    worker.ledger.step(job)
+    await until(lambda: bus.events(job) == ["started", "tokens"])
+    worker.ledger.step(job, 3)
+    worker.ledger.step(job)
+    await until(lambda: [entry for entry, _ in bus.out(job)] == ["1-0", "1-1", "1-5"])
+    worker.ledger.step(job)
+    worker.ledger.finish(job)  # the sixth token goes out with the end
+    await until(lambda: bus.terminal(job))
+    assert [entry for entry, _ in bus.out(job)] == ["1-0", "1-1", "1-5", "1-6", "1-7"]
+    bus.audit(job)
+
+
+async def test_only_as_many_entries_are_read_as_there_are_free_slots(bus: Bus) -> None:
+    jobs = [bus.submit() for _ in range(5)]
+    worker = await bus.worker(max_jobs=2)
+    await until(lambda: len(worker.ledger.runs) == 2)
+    assert bus.num_pending() == 2
+    worker.ledger.finish(jobs[0])
+    await until(lambda: jobs[2] in worker.ledger.runs)
+    assert bus.num_pending() == 2
+    assert bus.num_entries() == 4  # queued and running, no more
+
+
+async def test_high_goes_first_and_low_keeps_a_share(bus: Bus) -> None:
+    for i in range(30):
+        bus.submit(job=f"n{i}")
+    for i in range(10):
+        bus.submit(bus.keys.jobs("high"), job=f"h{i}")
+        bus.submit(bus.keys.jobs("low"), job=f"l{i}")
+    worker = await bus.worker(max_jobs=1)
+    order: list[str] = []
+    while len(order) < 30:
+        await until(lambda: worker.ledger.runs)
+        order.extend(worker.ledger.runs)
+        worker.ledger.finish(order[-1])
+    lows = [name for name in order if name.startswith("l")]
+    rest = [name for name in order if not name.startswith("l")]
+    assert rest == [f"h{i}" for i in range(10)] + [f"n{i}" for i in range(len(rest) - 10)]
+    assert len(lows) == 3, order  # a tenth
+    priorities = {
+        s.prepared.request.job[0]: s.prepared.request.priority for s in worker.ledger.submits
+    }
+    assert priorities == {"h": "high", "n": "normal", "l": "low"}
+
+
+BAD_ENTRIES = {
+    "no prompt": ({"max_tokens": "4"}, "invalid", "prompt"),
+    "empty prompt": ({"prompt": ""}, "invalid", "prompt"),
+    "two prompts": ({"prompt": "a", "input_ids": "[1]"}, "invalid", "input_ids"),
+    "prompt not UTF-8": ({"prompt": b"\xff\xfe"}, "invalid", "prompt"),
+    "messages no JSON": ({"messages": "[{"}, "invalid", "messages"),
+    "messages no array": ({"messages": '{"role":"user"}'}, "invalid", "messages"),
+    "role unknown": (
+        {"messages": '[{"role":"robot","content":"a"}]'},
+        "invalid",
+        "messages[0].role",
+    ),
+    "ids negative": ({"input_ids": "[1,-2]"}, "invalid", "input_ids[1]"),
+    "ids of strings": ({"input_ids": '["1"]'}, "invalid", "input_ids[0]"),
+    "max_tokens zero": ({"prompt": "a", "max_tokens": "0"}, "invalid", "max_tokens"),
+    "max_tokens words": ({"prompt": "a", "max_tokens": "many"}, "invalid", "max_tokens"),
+    "temperature NaN": ({"prompt": "a", "temperature": "nan"}, "invalid", "temperature"),
+    "temperature low": ({"prompt": "a", "temperature": "-1"}, "invalid", "temperature"),
+    "top_p high": ({"prompt": "a", "top_p": "1.5"}, "invalid", "top_p"),
+    "seed negative": ({"prompt": "a", "seed": "-1"}, "invalid", "seed"),
+    "stop no JSON": ({"prompt": "a", "stop": "["}, "invalid", "stop"),
+    "ignore_eos word": ({"prompt": "a", "ignore_eos": "maybe"}, "invalid", "ignore_eos"),
+    "deadline zero": ({"prompt": "a", "deadline_ms": "0"}, "invalid", "deadline_ms"),
+    "body no msgpack": ({"body": b"\xc1"}, "bad_frame", ""),
+    "body and prompt": ({"body": b"\x80", "prompt": "a"}, "invalid", "prompt"),
+    "job id bad": ({"prompt": "a", "job": "a b"}, "invalid", "job"),
+    "option unknown to us": ({"prompt": "a", "logprobs": "5"}, "unsupported", "logprobs"),
+    "refused by the model": ({"prompt": "bad"}, "invalid", "prompt"),
+}
+
+
+async def test_bad_input_is_answered_with_its_field_and_disturbs_nothing(bus: Bus) -> None:
+    good = bus.submit(max_tokens=30)
+    entries = {name: bus.client.xadd(bus.keys.jobs(), row[0]) for name, row in BAD_ENTRIES.items()}
+    also_good = bus.submit(max_tokens=30)
+    worker = await bus.worker()
+    worker.ledger.is_automatic = True
+    await until(lambda: bus.terminal(good) and bus.terminal(also_good))
+    for name, (_, code, field) in BAD_ENTRIES.items():
+        error = await until(lambda name=name: bus.terminal(entries[name]), what=name)
+        assert (error["event"], error["code"]) == ("error", code), (name, error)
+        assert error.get("field", "").startswith(field), (name, error)
+        assert error["retry"] == "false"
+        assert len(bus.out(entries[name])) == 1
+    bus.audit(good)
+    bus.audit(also_good)
+    bus.audit_queue()
+    assert len(worker.ledger.submits) == 2
+
+
+async def test_the_error_of_a_bad_body_goes_to_the_job_it_names(bus: Bus) -> None:
+    await bus.worker()
+    bus.client.xadd(bus.keys.jobs(), {"body": b"\x82\xa3job\xa3abc\xaamax_tokens\x00"})
+    error = await until(lambda: bus.terminal("abc"))
+    assert error["field"] == "max_tokens"
+
+
+async def test_a_repeated_job_runs_once(bus: Bus) -> None:
+    for _ in range(3):
+        bus.submit(job="same", max_tokens=5)
+    worker = await bus.worker()
+    await until(lambda: bus.num_entries() == 1)
+    bus.submit(job="same", max_tokens=5)
+    await until(lambda: worker.door.counters.duplicates == 3)
+    worker.ledger.is_automatic = True
+    await until(lambda: bus.terminal("same"))
+    bus.submit(job="same", max_tokens=5)
+    await until(lambda: bus.num_entries() == 0)
+    assert len(worker.ledger.submits) == 1
+    bus.audit("same")
+    bus.audit_queue()
+    assert bus.client.xlen(bus.keys.dead) == 0
+
+
+async def test_another_request_under_a_taken_job_id_goes_to_the_dead_stream(bus: Bus) -> None:
+    worker = await bus.worker()
+    bus.submit(job="x", prompt="one")
+    await until(lambda: "x" in worker.ledger.runs)
+    bus.submit(job="x", prompt="two")
+    await until(lambda: bus.client.xlen(bus.keys.dead) == 1)
+    _, dead = bus.client.xrange(bus.keys.dead)[0]
+    assert (dead["code"], dead["job"], dead["request.prompt"]) == ("conflict", "x", "two")
+    worker.ledger.finish("x")
+    await until(lambda: bus.terminal("x"))
+    assert bus.num_entries() == 0
+
+
+async def test_an_idempotency_key_names_the_job_that_has_it(bus: Bus) -> None:
+    worker = await bus.worker()
+    first = bus.submit(idempotency_key="order-1")
+    await until(lambda: first in worker.ledger.runs)
+    second = bus.submit(idempotency_key="order-1")
+    other_tenant = bus.submit(idempotency_key="order-1", tenant="b")
+    error = await until(lambda: bus.terminal(second))
+    assert (error["code"], error["job"]) == ("conflict", first)
+    await until(lambda: other_tenant in worker.ledger.runs)
+    worker.ledger.finish(other_tenant)
+    worker.ledger.finish(first)
+    await until(lambda: bus.num_entries() == 0)
+    third = bus.submit(idempotency_key="order-1")
+    error = await until(lambda: bus.terminal(third))
+    assert error["job"] == first
+    bus.audit_queue()
+
+
+async def test_a_job_that_failed_for_now_frees_its_idempotency_key(bus: Bus) -> None:
+    worker = await bus.worker()
+    first = bus.submit(idempotency_key="k")
+    await until(lambda: first in worker.ledger.runs)
+    worker.ledger.fail(first, EngineLost("gone"))
+    error = await until(lambda: bus.terminal(first))
+    assert (error["code"], error["retry"]) == ("engine_lost", "true")
+    second = bus.submit(idempotency_key="k")
+    await until(lambda: second in worker.ledger.runs)
+
+
+def cancel(bus: Bus, job: str) -> None:
+    bus.client.set(bus.keys.cancel(job), 1, ex=86_400)
+    bus.client.xadd(bus.keys.control, {"op": "cancel", "job": job})
+
+
+async def test_cancel_before_pickup_runs_no_step(bus: Bus) -> None:
+    job = bus.submit()
+    cancel(bus, job)
+    worker = await bus.worker()
+    done = await until(lambda: bus.terminal(job))
+    assert done["reason"] == "cancelled"
+    assert worker.ledger.submits == []
+    bus.audit(job)
+    bus.audit_queue()
+
+
+async def test_cancel_of_a_running_job_keeps_its_tokens(bus: Bus) -> None:
+    worker = await bus.worker()
+    job = bus.submit()
+    await until(lambda: job in worker.ledger.runs)
+    worker.ledger.step(job, 3)
+    cancel(bus, job)
+    cancel(bus, job)
+    cancel(bus, "unknown")
+    done = await until(lambda: bus.terminal(job))
+    assert done["reason"] == "cancelled"
+    assert bus.text(job) == text_of(3)
+    cancel(bus, job)  # after the end: no effect
+    another = bus.submit()
+    await until(lambda: another in worker.ledger.runs)
+    bus.audit(job)
+
+
+async def test_a_deadline_that_passed_in_the_queue_runs_no_step(bus: Bus) -> None:
+    job = bus.submit(deadline_ms=30)
+    later = bus.submit(deadline_ms=60_000)
+    await asyncio.sleep(0.05)
+    worker = await bus.worker()
+    done = await until(lambda: bus.terminal(job))
+    assert done["reason"] == "deadline"
+    await until(lambda: later in worker.ledger.runs)
+    left_s = (worker.ledger.submits[0].deadline_ns - time.monotonic_ns()) / 1e9
+    assert 50 < left_s < 60
+    bus.audit(job)
+
+
+async def test_a_seed_is_fixed_by_the_request_or_drawn_once(bus: Bus) -> None:
+    worker = await bus.worker()
+    given, drawn = bus.submit(seed=7), bus.submit()
+    await until(lambda: len(worker.ledger.runs) == 2)
+    seeds = {s.prepared.request.job: s.seed for s in worker.ledger.submits}
+    assert seeds[given] == 7
+    assert 0 <= seeds[drawn] < 2**53
+    assert bus.out(drawn)[0][1]["seed"] == str(seeds[drawn]) == bus.state(drawn)["seed"]
+
+
+async def test_a_refused_job_is_given_back_or_ended(bus: Bus) -> None:
+    worker = await bus.worker()
+    worker.ledger.refuse_with = TooLong("prompt: too long", field="prompt")
+    job = bus.submit()
+    error = await until(lambda: bus.terminal(job))
+    assert (error["code"], error["field"]) == ("too_long", "prompt")
+    worker.ledger.refuse_with = Busy("full")
+    job = bus.submit()
+    await until(lambda: worker.door.counters.released == 1)
+    worker.ledger.refuse_with = None
+    await until(lambda: job in worker.ledger.runs)  # taken again, by this worker
+    assert worker.ledger.submits[-1].attempt >= 2
+    assert bus.state(job)["crashes"] == "0"
+    worker.ledger.finish(job)
+    await until(lambda: bus.terminal(job))
+    bus.audit(job)
+
+
+async def test_workers_show_themselves_and_take_their_line_away(bus: Bus) -> None:
+    worker = await bus.worker(name="host-1")
+    bus.submit()
+    await until(lambda: worker.ledger.runs)
+    await until(lambda: bus.client.hget(bus.keys.workers, "host-1"))
+    about = json.loads(bus.client.hget(bus.keys.workers, "host-1"))
+    assert abs(about["seen_ms"] / 1000 - time.time()) < 60
+    assert about["model"] == "fake"
+    assert about["ready"] is True
+    await worker.stop()
+    assert bus.client.hgetall(bus.keys.workers) == {}

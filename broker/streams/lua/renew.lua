@@ -14,8 +14,10 @@ for i = 1, (#ARGV - 3) / 2 do
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry, 'JUSTID')
     result[i] = 1
   elseif not owner and attempt ~= '' then
+    -- deleted while it ran, or all of Redis was emptied: then nobody else knows the job either
     local h = redis.call('HMGET', job, 'attempt', 'state')
-    result[i] = (h[1] == attempt and h[2] == 'running') and 2 or 0
+    local is_ours = h[1] == attempt and h[2] == 'running'
+    result[i] = (is_ours or (not h[1] and redis.call('EXISTS', out) == 0)) and 2 or 0
   else
     result[i] = 0
   end

@@ -1,0 +1,365 @@
+"""Faults at the Redis door, on real servers: workers that die, hang or lose the link; a Redis that
+stops, restarts or comes back empty; entries that vanish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from broker.messages import Drain, Drop
+from broker.streams.lane import LinkLost
+from tests.redis_servers import RedisServer, ServerBinary
+from tests.streams_kit import Bus, Worker, open_bus, text_of, until
+from tokenbus.errors import Unsupported
+
+
+@pytest.fixture
+async def bus(shared_redis: RedisServer) -> AsyncIterator[Bus]:
+    async with open_bus(shared_redis) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def own_bus(redis_server: RedisServer) -> AsyncIterator[Bus]:
+    """A bus on a server that the test may stop or empty."""
+    async with open_bus(redis_server) as bus:
+        yield bus
+
+
+async def run_some(bus: Bus, worker: Worker, num_tokens: int = 3, **fields: object) -> str:
+    """Submit a job and let the worker publish some tokens."""
+    job = bus.submit(**{"max_tokens": 10, **fields})
+    await until(lambda: job in worker.ledger.runs)
+    worker.ledger.step(job, num_tokens)
+    await until(lambda: bus.text(job) == text_of(num_tokens))
+    return job
+
+
+async def end(bus: Bus, worker: Worker, job: str) -> None:
+    """Let the worker run the job to its end; audit it."""
+    run = await until(lambda: worker.ledger.runs.get(job))
+    worker.ledger.step(job, run.submit.prepared.max_tokens - len(run.ids))
+    worker.ledger.finish(job)
+    await until(lambda: bus.terminal(job))
+    bus.audit(job)
+
+
+async def test_another_worker_continues_a_dead_ones_job_at_the_next_token(bus: Bus) -> None:
+    a = await bus.worker("a")
+    job = await run_some(bus, a)
+    await a.kill()
+    killed_at = time.monotonic()
+    b = await bus.worker("b")
+    await until(lambda: job in b.ledger.runs)
+    assert time.monotonic() - killed_at < 1.0 + 0.5 + 1.0  # lease, a look each quarter, this box
+    submit = b.ledger.submits[0]
+    assert (submit.attempt, submit.seed) == (2, a.ledger.submits[0].seed)
+    assert "".join(map(chr, submit.prefix_ids)) == text_of(3)
+    assert not submit.solo
+    await end(bus, b, job)
+    assert bus.events(job).count("started") == 2
+    assert bus.text(job) == text_of(10)
+    bus.audit_queue()
+
+
+async def test_a_zombie_cannot_write_and_forgets_its_job(bus: Bus) -> None:
+    a = await bus.worker("a")
+    job = await run_some(bus, a)
+    a.ledger.is_hung = True  # no progress: no renewal
+    b = await bus.worker("b")
+    await until(lambda: job in b.ledger.runs)
+    a.ledger.step(job, 2)  # the zombie wakes up and publishes
+    a.ledger.finish(job)
+    await until(lambda: a.door.num_jobs == 0)
+    assert a.door.counters.fenced == 1
+    assert bus.text(job) == text_of(3)
+    assert bus.num_pending() == 1  # no ack from the zombie
+    await end(bus, b, job)
+    bus.audit_queue()
+
+
+async def test_a_hung_engine_loses_its_jobs_and_is_told_to_drop_them(bus: Bus) -> None:
+    a = await bus.worker("a")
+    job = await run_some(bus, a)
+    a.ledger.is_hung = True
+    b = await bus.worker("b")
+    await until(lambda: job in b.ledger.runs)
+    a.ledger.is_hung = False
+    await until(lambda: Drop(job) in a.ledger.messages)
+    assert a.door.num_jobs == 0
+    await end(bus, b, job)
+
+
+async def test_a_long_job_keeps_its_lease(bus: Bus) -> None:
+    a = await bus.worker("a", lease_ms=400, renew_ms=100)
+    job = await run_some(bus, a)
+    b = await bus.worker("b", lease_ms=400, renew_ms=100)
+    await asyncio.sleep(1.2)
+    assert b.ledger.submits == []
+    await end(bus, a, job)
+    assert bus.events(job).count("started") == 1
+
+
+async def test_two_claimants_of_one_entry_run_it_once(bus: Bus) -> None:
+    a = await bus.worker("a")
+    jobs = [await run_some(bus, a) for _ in range(20)]
+    await a.kill()
+    b, c = await bus.worker("b", lease_ms=300), await bus.worker("c", lease_ms=300)
+    await until(lambda: len(b.ledger.runs) + len(c.ledger.runs) == len(jobs))
+    b.ledger.is_automatic = c.ledger.is_automatic = True
+    await until(lambda: all(bus.terminal(job) for job in jobs))
+    for job in jobs:
+        bus.audit(job)
+    bus.audit_queue()
+
+
+async def test_a_job_whose_worker_dies_three_times_is_alone_in_the_dead_stream(bus: Bus) -> None:
+    quick = {"lease_ms": 200, "renew_ms": 50}
+    first = await bus.worker("w0", **quick)
+    job = await run_some(bus, first, prompt="poison", top_k=5)
+    good = await run_some(bus, first)
+    await first.kill()
+    second = await bus.worker("w1", **quick)
+    await until(lambda: job in second.ledger.runs)
+    await end(bus, second, good)
+    assert not any(submit.solo for submit in second.ledger.submits)
+    await second.kill()
+    third = await bus.worker("w2", **quick)
+    await until(lambda: job in third.ledger.runs)
+    assert [submit.solo for submit in third.ledger.submits] == [True]
+    await third.kill()
+    last = await bus.worker("last", **quick)
+    error = await until(lambda: bus.terminal(job))
+    assert (error["code"], error["retry"]) == ("poisoned", "false")
+    (_, dead), *more = bus.client.xrange(bus.keys.dead)
+    assert more == []
+    assert (dead["job"], dead["crashes"], dead["worker"]) == (job, "3", "last")
+    assert (dead["request.prompt"], dead["request.top_k"]) == ("poison", "5")
+    assert last.ledger.submits == []
+    bus.audit(job)
+    bus.audit_queue()
+
+
+async def test_a_job_that_gets_on_between_crashes_is_never_given_up(bus: Bus) -> None:
+    a = await bus.worker("w0", lease_ms=200, renew_ms=50)
+    job = await run_some(bus, a, 40, max_tokens=400)
+    await a.kill()
+    for i in range(1, 5):
+        worker = await bus.worker(f"w{i}", lease_ms=200, renew_ms=50)
+        await until(lambda w=worker: job in w.ledger.runs)
+        assert not worker.ledger.submits[0].solo
+        worker.ledger.step(job, 40)
+        await until(lambda n=i: bus.text(job) == text_of(40 + 40 * n))
+        await worker.kill()
+    last = await bus.worker("last", lease_ms=200, renew_ms=50)
+    await end(bus, last, job)
+
+
+async def test_a_drain_gives_jobs_back_uncounted_and_others_take_them_at_once(bus: Bus) -> None:
+    a = await bus.worker("a", lease_ms=15_000, renew_ms=5_000)
+    b = await bus.worker("b", lease_ms=15_000, renew_ms=5_000, max_jobs=0)
+    job = await run_some(bus, a)
+    a.door.tell(Drain(0))
+    queued = bus.submit(max_tokens=5)
+    b.ledger.max_jobs = 10
+    b.ledger.say_capacity()
+    await until(lambda: queued in b.ledger.runs)
+    assert queued not in a.ledger.runs
+    released_at = time.monotonic()
+    a.ledger.step(job, 2)
+    a.ledger.release(job)
+    await until(lambda: job in b.ledger.runs)
+    assert time.monotonic() - released_at < 1.0
+    assert b.ledger.runs[job].ids == [ord(char) for char in text_of(5)]
+    assert (bus.state(job)["crashes"], bus.state(job)["attempt"]) == ("0", "2")
+    await a.stop()
+    await end(bus, b, job)
+    await end(bus, b, queued)
+    bus.audit_queue()
+
+
+async def test_a_stopped_worker_leaves_nothing_to_a_lease(bus: Bus) -> None:
+    a = await bus.worker("a", lease_ms=15_000, renew_ms=5_000)
+    job = await run_some(bus, a)
+    b = await bus.worker("b", lease_ms=15_000, renew_ms=5_000)
+    stopped_at = time.monotonic()
+    await a.stop()
+    await until(lambda: job in b.ledger.runs)
+    assert time.monotonic() - stopped_at < 1.0
+    consumers = [c["name"] for c in bus.client.xinfo_consumers(bus.keys.jobs(), "workers")]
+    assert "a" not in consumers
+    await end(bus, b, job)
+
+
+async def test_pending_entries_without_a_body_are_acknowledged_and_counted(bus: Bus) -> None:
+    a = await bus.worker("a", lease_ms=300, renew_ms=100)
+    jobs = [await run_some(bus, a) for _ in range(3)]
+    await a.kill()
+    bus.client.xdel(bus.keys.jobs(), jobs[0])
+    bus.client.xtrim(bus.keys.jobs(), maxlen=1, approximate=False)
+    b = await bus.worker("b", lease_ms=300, renew_ms=100)
+    await until(lambda: b.door.counters.deleted == 2)
+    await end(bus, b, jobs[2])
+    assert bus.num_pending() == 0
+
+
+async def test_an_entry_deleted_while_it_runs_still_ends_well(bus: Bus) -> None:
+    a = await bus.worker("a", lease_ms=300, renew_ms=50)
+    job = await run_some(bus, a)
+    bus.client.xdel(bus.keys.jobs(), job)
+    await asyncio.sleep(0.5)
+    await end(bus, a, job)
+    assert bus.num_pending() == 0
+
+
+async def test_an_entry_delivered_into_a_broken_connection_is_found_again(bus: Bus) -> None:
+    a = await bus.worker("a", lease_ms=2_000, renew_ms=500)
+    job = bus.client.xadd("elsewhere" + bus.queue, {"a": "b"})  # an id nobody has
+    a.ledger.max_jobs = 0
+    a.ledger.say_capacity()
+    await asyncio.sleep(0.3)
+    job = bus.submit()
+    read = bus.client.xreadgroup("workers", "a", {bus.keys.jobs(): ">"}, count=1)
+    assert read[0][1][0][0] == job
+    a.ledger.max_jobs = 5
+    a.ledger.say_capacity()
+    await until(lambda: job in a.ledger.runs, timeout_s=5)
+    await end(bus, a, job)
+    bus.audit_queue()
+
+
+async def test_jobs_go_on_after_the_group_is_destroyed(bus: Bus) -> None:
+    a = await bus.worker("a")
+    job = await run_some(bus, a)
+    for stream in (bus.keys.jobs(), bus.keys.jobs("high"), bus.keys.jobs("low")):
+        bus.client.xgroup_destroy(stream, "workers")
+    another = bus.submit(max_tokens=3)
+    await until(lambda: another in a.ledger.runs, timeout_s=2)
+    await end(bus, a, another)
+    await end(bus, a, job)
+
+
+async def test_after_flushall_running_jobs_rebuild_their_reply(own_bus: Bus) -> None:
+    bus = own_bus
+    a = await bus.worker("a")
+    job = await run_some(bus, a)
+    a.ledger.step(job)
+    await until(lambda: bus.text(job) == text_of(4))
+    before = bus.out(job)
+    bus.client.flushall()
+    another = bus.submit(max_tokens=3)
+    await until(lambda: another in a.ledger.runs, timeout_s=2)
+    await end(bus, a, another)
+    await until(lambda: bus.out(job)[: len(before)] == before)
+    await end(bus, a, job)
+    assert a.door.counters.restored == 1
+    bus.audit_queue()
+
+
+async def test_a_stopped_redis_is_noticed_and_nothing_is_lost_or_taken(own_bus: Bus) -> None:
+    bus = own_bus
+    a = await bus.worker("a", lease_ms=900, renew_ms=300)
+    job = await run_some(bus, a)
+    b = await bus.worker("b", lease_ms=900, renew_ms=300)
+    bus.server.pause()
+    stopped_at = time.monotonic()
+    a.ledger.step(job, 4)
+    await until(lambda: not a.monitor.is_ready and not b.monitor.is_ready, timeout_s=5)
+    await asyncio.sleep(max(0.0, stopped_at + 2.5 - time.monotonic()))
+    bus.server.resume()
+    resumed_at = time.monotonic()
+    await until(lambda: a.monitor.is_ready and b.monitor.is_ready, timeout_s=2)
+    await until(lambda: bus.text(job) == text_of(7), timeout_s=2)
+    new = bus.submit(max_tokens=2)
+    await until(lambda: new in a.ledger.runs or new in b.ledger.runs, timeout_s=2)
+    assert time.monotonic() - resumed_at < 3
+    await asyncio.sleep(1.0)
+    assert job not in b.ledger.runs
+    await end(bus, a, job)
+    assert bus.events(job).count("started") == 1
+
+
+@pytest.fixture
+async def aof_bus(redis_binary: ServerBinary) -> AsyncIterator[Bus]:
+    """A bus on a server that keeps its data over kill -9."""
+    server = RedisServer(redis_binary, aof=True).start()
+    async with open_bus(server) as bus:
+        yield bus
+    server.close()
+
+
+async def test_a_killed_redis_comes_back_and_every_stream_is_whole(aof_bus: Bus) -> None:
+    bus = aof_bus
+    a = await bus.worker("a")
+    a.ledger.is_automatic = True
+    jobs = [bus.submit(max_tokens=60) for _ in range(10)]
+    await until(lambda: all(len(bus.text(job)) > 5 for job in jobs))
+    bus.server.kill()
+    await asyncio.sleep(0.4)
+    bus.server.start()
+    await until(lambda: all(bus.terminal(job) for job in jobs))
+    for job in jobs:
+        bus.audit(job)
+    await until(lambda: bus.num_entries() == 0)
+    bus.audit_queue()
+    assert a.door.counters.reconnects >= 1
+
+
+async def test_a_job_that_buffers_too_much_is_paused_until_redis_is_back(own_bus: Bus) -> None:
+    bus = own_bus
+    a = await bus.worker("a", lease_ms=30_000)
+    job = await run_some(bus, a, max_tokens=6_000)
+    bus.server.pause()
+    a.ledger.step(job, 5_000)
+    await until(lambda: a.ledger.runs[job].is_paused)
+    bus.server.resume()
+    await until(lambda: not a.ledger.runs[job].is_paused)
+    await until(lambda: len(bus.text(job)) == 5_003)
+    await end(bus, a, job)
+
+
+async def test_a_redis_that_may_evict_is_refused_with_the_remedy(
+    redis_binary: ServerBinary,
+) -> None:
+    server = RedisServer(redis_binary, extra=("--maxmemory-policy", "allkeys-lru")).start()
+    try:
+        worker = Worker(server.url, "q", "a")
+        worker.begin()
+        crash = await asyncio.wait_for(worker.system.crashed, 5)
+        assert isinstance(crash.cause, Unsupported)
+        assert "CONFIG SET maxmemory-policy noeviction" in str(crash.cause)
+        await worker.kill()
+    finally:
+        server.close()
+
+
+async def test_a_full_redis_makes_the_door_unready_until_there_is_room(own_bus: Bus) -> None:
+    bus = own_bus
+    a = await bus.worker("a")
+    job = await run_some(bus, a)
+    used = bus.client.info("memory")["used_memory"]
+    bus.client.config_set("maxmemory", used // 2)
+    a.ledger.step(job, 2)
+    await until(lambda: not a.monitor.is_ready)
+    bus.client.config_set("maxmemory", 0)
+    await until(lambda: a.monitor.is_ready)
+    await end(bus, a, job)
+
+
+async def test_a_cancelled_wait_does_not_disturb_the_next_reply(bus: Bus) -> None:
+    """The trap of redis-py#2624: a reply of an abandoned command taken for that of the next."""
+    a = await bus.worker("a")
+    link = a.door._state.link
+    bus.client.set("x" + bus.queue, "mine")
+    for _ in range(50):
+        task = asyncio.ensure_future(link.call("GET", "nothing"))
+        await asyncio.sleep(0)
+        task.cancel()
+        assert await link.call("GET", "x" + bus.queue) == b"mine"
+    a.door._state.link.close()
+    with pytest.raises(LinkLost):
+        await link.call("PING")
