@@ -34,6 +34,7 @@ log = structlog.get_logger("ops.serve")
 
 # -P: a folder called `engine` in the current directory must not be taken for ours.
 PYTHON_M = (sys.executable, "-P", "-m")
+LINK_NAME = "link.sock"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -127,14 +128,27 @@ class Worker:
         if self.redis is not None:
             await embedded_redis.wait_ready(self.redis)
 
+    def _write_broker_config(self, settings: Settings) -> Path:
+        config = broker_config(
+            settings,
+            self.model,
+            worker=self.name,
+            link_path=self.run_dir / LINK_NAME,
+            redis_url=self.redis_url,
+        )
+        return worker_files.write_private(self.run_dir / "broker.json", config.to_json())
+
+    def _keep_endpoint(self, endpoint: str) -> None:
+        """The next broker binds the port that this one got, where its clients look for it."""
+        if endpoint and endpoint != self.settings.zmq:
+            self.settings = self.settings.model_copy(update={"zmq": endpoint})
+            self._write_broker_config(self.settings)
+
     def _specs(self) -> list[ChildSpec]:
         """The processes in the order of their start."""
-        link = self.run_dir / "link.sock"
-        broker_json = broker_config(
-            self.settings, self.model, worker=self.name, link_path=link, redis_url=self.redis_url
-        ).to_json()
+        link = self.run_dir / LINK_NAME
         engine_json = engine_config(self.settings, self.model).to_json()
-        broker_file = worker_files.write_private(self.run_dir / "broker.json", broker_json)
+        broker_file = self._write_broker_config(self.settings)
         engine_file = worker_files.write_private(self.run_dir / "engine.json", engine_json)
         env = child_environment(self.settings)
         broker_argv = (*PYTHON_M, "broker", "--config", str(broker_file), "--status-fd")
@@ -180,6 +194,8 @@ class Worker:
         match event.data.get("event"):
             case "not_ready":
                 log.warning("worker.not_ready", reason=data.get("reason", "unknown"))
+            case "listening":
+                self._keep_endpoint(str(data.get("zmq") or ""))
             case "progress" if "done" in data:
                 self._bar.update(str(data.get("stage", "")), data["done"], data.get("total", 0))
             case name:
