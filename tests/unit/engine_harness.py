@@ -96,6 +96,8 @@ class Harness:
         scheduler, runner = self.scheduler, self.runner
         plan = scheduler.plan()
         if plan is not None:
+            room = scheduler.rows.capacity[plan.rows]
+            assert (plan.num_computed + plan.num_new <= room).all(), "a row computes without KV"
             runner.launch(plan)
             scheduler.launched()
         outcome = None
