@@ -22,17 +22,12 @@ Batch = dict[Client, list[tuple[Stream, Tokens]]]
 
 
 class Sender:
-    """on_pause(stream, is_over): a stream's backlog got too long, or was sent."""
+    """on_backlog(stream, is_over): a stream's backlog got too long, or was sent."""
 
-    def __init__(
-        self,
-        router: Router,
-        log_tokens_per_job: int,
-        on_pause: Callable[[Stream, bool], None],
-    ) -> None:
+    def __init__(self, router: Router, log_tokens_per_job: int) -> None:
         self._router = router
         self._log_tokens = log_tokens_per_job
-        self._on_pause = on_pause
+        self.on_backlog: Callable[[Stream, bool], None] = _ignore
         self._batch: Batch = {}
         self.blocked: set[Peer] = set()
         self.num_events = 0  # sent since start
@@ -71,7 +66,7 @@ class Sender:
             return
         client.waiting[stream.job] = stream
         if not stream.is_paused and stream.is_over(self._log_tokens // 2):
-            self._on_pause(stream, True)
+            self.on_backlog(stream, True)
 
     def flush_batch(self) -> None:
         """One TOKENS message for each client that got events in this burst."""
@@ -131,7 +126,7 @@ class Sender:
             stream.mark_all_sent()
             stream.trim(self._log_tokens)
             if stream.is_paused:
-                self._on_pause(stream, False)
+                self.on_backlog(stream, False)
         return True
 
     def _send_tokens(self, client: Client, rows: Sequence[object]) -> bool:
@@ -184,3 +179,7 @@ def terminal_frames(event: Done | Failed) -> list[bytes]:
         "crc": event.crc,
     }
     return encode_trusted(MessageType.DONE, body)
+
+
+def _ignore(stream: Stream, is_over: bool) -> None:
+    """Until the door says who is to know."""

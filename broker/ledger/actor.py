@@ -18,7 +18,9 @@ from broker.config import QueueConfig
 from broker.ledger.deadlines import Deadlines
 from broker.ledger.job import Job, JobState
 from broker.ledger.outbox import Outbox
+from broker.ledger.reports import Reports
 from broker.ledger.runs import Runs
+from broker.ledger.steps import take_steps
 from broker.ledger.trials import Trials
 from broker.link_messages import (
     EngineGone,
@@ -33,11 +35,9 @@ from broker.messages import (
     Accepted,
     Address,
     Cancel,
-    Capacity,
     Done,
     Drain,
     Drop,
-    EngineState,
     Failed,
     Pause,
     Refused,
@@ -45,7 +45,7 @@ from broker.messages import (
     Unpause,
 )
 from broker.queue import FairQueue
-from broker.ring.records import Finish, StepEvents
+from broker.ring.records import Finish
 from broker.text.vocabulary import Vocabulary
 from tokenbus.errors import (
     Busy,
@@ -72,7 +72,6 @@ class LedgerActor(Actor):
         super().__init__(system, "ledger", capacity=131_072, overflow=Overflow.CRASH)
         self.drained = asyncio.Event()  # set when a drain has left no job behind
         self._vocabulary = vocabulary
-        self._doors: list[Address] = []
         self._jobs: dict[str, Job] = {}
         self._queue = FairQueue(limits)
         self._runs = Runs(link)
@@ -82,9 +81,7 @@ class LedgerActor(Actor):
         self._deadline_armed_ns = 0
         self._outbox = Outbox()
         self._is_draining = False
-        self._slots = -1
-        self._progress = 0
-        self._engine_stats: dict[str, Any] | None = None
+        self._reports = Reports(self._jobs, self._runs)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -103,11 +100,11 @@ class LedgerActor(Actor):
 
     def add_door(self, door: Address) -> None:
         """A door to keep informed with `Capacity` and `EngineState`. Call before `start`."""
-        self._doors.append(door)
+        self._reports.add_door(door)
 
     def start(self) -> None:
         """Begin the regular state reports."""
-        self.every(STATE_PERIOD_S, self._tell_state)
+        self.every(STATE_PERIOD_S, self._reports.tell_state)
 
     def handle(self, message: object) -> None:
         """See the module."""
@@ -120,7 +117,7 @@ class LedgerActor(Actor):
         """Start what may run, then tell the doors what happened."""
         self._start_runs()
         self._outbox.flush()
-        self._tell_capacity()
+        self._reports.tell_capacity(self._is_draining)
         self._arm_deadline_timer()
         if self._is_draining and not self._jobs:
             self.drained.set()
@@ -220,45 +217,12 @@ class LedgerActor(Actor):
     # ------------------------------------------------------------ from the engine
 
     def _on_steps(self, message: Steps) -> None:
+        self._reports.progress += len(message.steps)
         now_ns = time.monotonic_ns()
-        self._progress += len(message.steps)
-        by_rid = self._runs.by_rid
-        touched: list[Job] = []
-        for step in message.steps:
-            if len(step.started_rids):
-                self._note_started(step)
-            if step.finish.any():
-                self._take_ends(step, touched, now_ns)
-                continue
-            for rid, token_id in zip(step.rids.tolist(), step.token_ids.tolist(), strict=True):
-                job = by_rid.get(rid)
-                if job is not None:
-                    if not job.fresh:
-                        touched.append(job)
-                    job.fresh.append(token_id)
-        for job in touched:
-            if job.fresh:
+        for job, finish in take_steps(self._runs, message.steps):
+            if finish == Finish.NOT_FINISHED:
                 self._publish(job, now_ns)
-
-    def _note_started(self, step: StepEvents) -> None:
-        started = zip(step.started_rids.tolist(), step.cached_tokens.tolist(), strict=True)
-        for rid, cached_tokens in started:
-            job = self._runs.by_rid.get(rid)
-            if job is not None and not job.first_token_ns:
-                job.cached_tokens = cached_tokens
-
-    def _take_ends(self, step: StepEvents, touched: list[Job], now_ns: int) -> None:
-        """A step in which some runs ended."""
-        columns = step.rids.tolist(), step.token_ids.tolist(), step.finish.tolist()
-        for rid, token_id, finish in zip(*columns, strict=True):
-            job = self._runs.ended(rid) if finish else self._runs.by_rid.get(rid)
-            if job is None:
-                continue
-            if token_id >= 0:
-                if not job.fresh:
-                    touched.append(job)
-                job.fresh.append(token_id)
-            if finish:
+            else:
                 self._finish(job, finish, now_ns)
 
     def _publish(self, job: Job, now_ns: int) -> None:
@@ -293,15 +257,15 @@ class LedgerActor(Actor):
             self._end(job, job.failed(error))
 
     def _on_stats(self, message: EngineStats) -> None:
-        self._progress += 1
-        self._engine_stats = message.stats
+        self._reports.progress += 1
+        self._reports.engine_stats = message.stats
 
     def _on_ring_state(self, message: RingState) -> None:
         self._runs.is_ring_full = message.is_full
 
     def _on_engine_up(self, message: EngineUp) -> None:
         self._runs.up(message)
-        self._tell_state()
+        self._reports.tell_state()
 
     def _on_engine_gone(self, message: EngineGone) -> None:
         computing = []
@@ -315,7 +279,7 @@ class LedgerActor(Actor):
         log.error(
             "engine.lost", pid=message.pid, suspects=len(suspects), poison=[j.name for j in poison]
         )
-        self._tell_state(tuple(job.name for job in computing))
+        self._reports.tell_state(tuple(job.name for job in computing))
         for job in poison:
             text = f"the engine died {job.strikes} times with this job in it, the last time alone"
             self._end(job, job.failed(Poisoned(text), dead=True))
@@ -395,27 +359,6 @@ class LedgerActor(Actor):
             job = self._jobs[name]
             self._end(job, job.done("deadline", now_ns))
         self.after_burst()
-
-    def _tell_capacity(self) -> None:
-        runs = self._runs
-        is_closed = self._is_draining or not runs.is_up or runs.is_ring_full
-        slots = 0 if is_closed else max(0, 2 * runs.max_num_seqs - len(self._jobs))
-        if slots != self._slots:
-            self._slots = slots
-            for door in self._doors:
-                door.tell(Capacity(slots))
-
-    def _tell_state(self, suspects: tuple[str, ...] = ()) -> None:
-        state = EngineState(
-            ready=self._runs.is_up,
-            progress=self._progress,
-            suspects=suspects,
-            num_queued=len(self._jobs) - len(self._runs.by_rid),
-            num_running=len(self._runs.by_rid),
-            engine=self._engine_stats,
-        )
-        for door in self._doors:
-            door.tell(state)
 
 
 def _accepted(job: Job, position: int) -> Accepted:

@@ -1,0 +1,50 @@
+"""What the ledger tells the doors about itself: free places, and the state of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from broker.ledger.job import Job
+from broker.ledger.runs import Runs
+from broker.messages import Address, Capacity, EngineState
+
+
+class Reports:
+    """progress grows while the engine's loop lives. Reads the ledger's tables; changes none."""
+
+    def __init__(self, jobs: Mapping[str, Job], runs: Runs) -> None:
+        self._jobs = jobs
+        self._runs = runs
+        self._doors: list[Address] = []
+        self._slots = -1
+        self.progress = 0
+        self.engine_stats: dict[str, Any] | None = None
+
+    def add_door(self, door: Address) -> None:
+        """Tell this door too."""
+        self._doors.append(door)
+
+    def tell_capacity(self, is_draining: bool) -> None:
+        """Send `Capacity` if it changed: enough jobs for the engine and as many in reserve."""
+        runs = self._runs
+        is_closed = is_draining or not runs.is_up or runs.is_ring_full
+        slots = 0 if is_closed else max(0, 2 * runs.max_num_seqs - len(self._jobs))
+        if slots != self._slots:
+            self._slots = slots
+            for door in self._doors:
+                door.tell(Capacity(slots))
+
+    def tell_state(self, suspects: tuple[str, ...] = ()) -> None:
+        """Send `EngineState`."""
+        num_running = len(self._runs.by_rid)
+        state = EngineState(
+            ready=self._runs.is_up,
+            progress=self.progress,
+            suspects=suspects,
+            num_queued=len(self._jobs) - num_running,
+            num_running=num_running,
+            engine=self.engine_stats,
+        )
+        for door in self._doors:
+            door.tell(state)
