@@ -66,15 +66,15 @@ class Fixture:
             return self.reference(torch.tensor(ids)[None]).logits[0, -1]
 
 
-def _plan(step_id, new_rows, blocks, rows, computed, new, num_decode) -> StepPlan:
+def _plan(step_id, blocks, rows, computed, new, *, sample) -> StepPlan:
     block_rows, block_cols, block_ids = (
         np.array(column, np.int32)
         for column in (zip(*blocks, strict=True) if blocks else ([],) * 3)
     )
     return StepPlan(
-        step_id, tuple(new_rows), block_rows, block_cols, block_ids,
+        step_id, (), block_rows, block_cols, block_ids,
         np.array(rows, np.int32), np.array(computed, np.int32), np.array(new, np.int32),
-        np.ones(len(rows), np.bool_), num_decode,
+        np.full(len(rows), sample), 0,
     )  # fmt: skip
 
 
@@ -90,8 +90,8 @@ def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
         f.tables.take_over([NewRow(row, ids, len(ids), Sampling(), NONE, 0)])
     blocks = [(2, c, 5 + c) for c in range(3)] + [(0, c, 20 - c) for c in range(2)]
     # a's first 20 tokens, then the rest of a beside all of b
-    f.packed.run(_plan(1, [], blocks, [2], [0], [20], 0), has_filters=False)
-    f.packed.run(_plan(2, [], [], [2, 0], [20, 0], [17, 18], 0), has_filters=False)
+    f.packed.run(_plan(1, blocks, [2], [0], [20], sample=False), has_filters=False)
+    f.packed.run(_plan(2, [], [2, 0], [20, 0], [17, 18], sample=True), has_filters=False)
     logits = f.buffers.head.logits[:2].cpu()
     torch.testing.assert_close(logits[0], f.expected(a), rtol=0, atol=1e-4)
     torch.testing.assert_close(logits[1], f.expected(b), rtol=0, atol=1e-4)

@@ -1,0 +1,369 @@
+"""What `bench kernels` measures: the shapes of real models, each kernel beside torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from kernels.activation import silu_mul
+from kernels.decode_plan import DecodePlan, new_decode_plan, plan_decode
+from kernels.fixed_gemm import fixed_linear
+from kernels.norm import rms_norm
+from kernels.paged_decode import DecodeWorkspace, new_decode_workspace, paged_decode
+from kernels.prefill import prefill_attention
+from kernels.rope import rope_kv_write, rope_tables
+from kernels.sampler import new_sampler_workspace, new_sampling_tables, sample
+from kernels.small_gemm import new_gemm_workspace, small_linear
+from kernels.tiles import DecodeTile, SmallGemmTile, decode_tile
+from ops.bench.kernel_timing import Row, make_row, num_sets, time_calls
+
+DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of one model, for benchmarks."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    vocab_size: int
+
+    @property
+    def linear_layers(self) -> list[tuple[str, int, int]]:
+        """(name, N, K) of the merged linear layers of one block."""
+        q_size = self.num_q_heads * self.head_dim
+        qkv = q_size + 2 * self.num_kv_heads * self.head_dim
+        return [
+            ("qkv", qkv, self.hidden),
+            ("o", self.hidden, q_size),
+            ("gate_up", 2 * self.intermediate, self.hidden),
+            ("down", self.hidden, self.intermediate),
+        ]
+
+
+QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 32, 8, 128, 36, 151936)
+QWEN3_06B = ModelShape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 28, 151936)
+SMOLLM2 = ModelShape("smollm2-135m", 576, 1536, 9, 3, 64, 30, 49152)
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Normal bf16 values on the device; never zeros, which run faster than real data."""
+    return torch.randn(*shape, device=DEVICE, dtype=DTYPE) * scale
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSet:
+    """Inputs of one decode attention call."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    tables: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+
+    def run(self, plan: DecodePlan, workspace: DecodeWorkspace, tile: DecodeTile) -> None:
+        """Launch the kernel once."""
+        scale = self.q.shape[2] ** -0.5
+        paged_decode(
+            self.out,
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.tables,
+            self.rows,
+            self.seq_lens,
+            plan,
+            workspace,
+            scale,
+            pdl=True,
+            tile=tile,
+        )
+
+
+def decode_set(
+    seq_lens: list[int], num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> DecodeSet:
+    """Random caches behind random block tables."""
+    batch_size = len(seq_lens)
+    max_blocks = -(-max(seq_lens) // block_size)
+    num_blocks = sum(-(-n // block_size) for n in seq_lens)
+    tables = torch.zeros(batch_size, max_blocks, dtype=torch.int32)
+    order = torch.randperm(num_blocks, dtype=torch.int32)
+    used = 0
+    for row, seq_len in enumerate(seq_lens):
+        count = -(-seq_len // block_size)
+        tables[row, :count] = order[used : used + count]
+        used += count
+    cache = (num_blocks, block_size, num_kv_heads, head_dim)
+    q = random(batch_size, num_q_heads, head_dim)
+    return DecodeSet(
+        q=q,
+        out=torch.full_like(q, math.nan),
+        k_cache=random(*cache),
+        v_cache=random(*cache),
+        tables=tables.to(DEVICE),
+        rows=torch.arange(batch_size, dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+    )
+
+
+def decode_plan_for(inputs: DecodeSet, tile: DecodeTile) -> tuple[DecodePlan, DecodeWorkspace]:
+    """A filled plan and its workspace for one batch."""
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    num_q_heads, head_dim = inputs.q.shape[1:]
+    num_kv_heads = inputs.k_cache.shape[2]
+    plan = new_decode_plan(
+        len(inputs.rows), tile.tile_tokens, processors * tile.programs_per_sm, 8192, DEVICE
+    )
+    plan_decode(plan, inputs.seq_lens, num_kv_heads)
+    return plan, new_decode_workspace(plan, num_q_heads, num_kv_heads, head_dim)
+
+
+DECODE_CASES: list[tuple[str, list[int], int, int, int, bool]] = [
+    # name, lengths, query heads, kv heads, head size, inputs stay in L2
+    ("32x8.b32.kv4096", [4096] * 32, 32, 8, 128, False),
+    ("32x4.b1.kv1024.warm", [1024], 32, 4, 128, True),
+    ("32x8.b1.kv1152", [1152], 32, 8, 128, False),
+    ("32x8.b8.kv1152", [1152] * 8, 32, 8, 128, False),
+    ("32x8.b64.kv1152", [1152] * 64, 32, 8, 128, False),
+    ("32x8.b256.kv1152", [1152] * 256, 32, 8, 128, False),
+    ("32x8.b64.ragged16-4096", [16 + (i * 1543) % 4081 for i in range(64)], 32, 8, 128, False),
+    ("16x8.b1.kv1152", [1152], 16, 8, 128, False),
+    ("16x8.b8.kv1152", [1152] * 8, 16, 8, 128, False),
+    ("16x8.b256.kv1152", [1152] * 256, 16, 8, 128, False),
+    ("9x3.b1.kv1152", [1152], 9, 3, 64, False),
+    ("9x3.b64.kv1152", [1152] * 64, 9, 3, 64, False),
+    ("9x3.b256.kv1152", [1152] * 256, 9, 3, 64, False),
+    ("32x8.b1.kv32768", [32768], 32, 8, 128, False),
+]
+
+
+def decode_rows(
+    name: str,
+    seq_lens: list[int],
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    stays_in_cache: bool,
+    tile: DecodeTile | None = None,
+    with_baseline: bool = True,
+) -> Row:
+    """Decode attention beside SDPA over contiguous keys of the same lengths."""
+    if tile is None:
+        tile = decode_tile(head_dim, num_q_heads // num_kv_heads, DTYPE)
+    kv_bytes = 4 * sum(seq_lens) * num_kv_heads * head_dim
+    count = 1 if stays_in_cache else num_sets(kv_bytes)
+    sets = [decode_set(seq_lens, num_q_heads, num_kv_heads, head_dim, 64) for _ in range(count)]
+    plan, workspace = decode_plan_for(sets[0], tile)
+    timing = time_calls([lambda s=s: s.run(plan, workspace, tile) for s in sets])  # type: ignore[misc]
+    baseline_us = math.nan
+    if with_baseline and len(set(seq_lens)) == 1:
+        shape = (len(seq_lens), num_kv_heads, seq_lens[0], head_dim)
+        caches = [(random(*shape), random(*shape)) for _ in range(count)]
+        q = sets[0].q.view(len(seq_lens), num_q_heads, 1, head_dim)
+        calls = [
+            lambda k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True)  # type: ignore[misc]
+            for k, v in caches
+        ]
+        baseline_us = time_calls(calls, replays=5).p50_us
+    flops = 4.0 * sum(seq_lens) * num_q_heads * head_dim
+    label = "sdpa" if baseline_us == baseline_us else ""
+    return make_row(f"decode.{name}", timing, kv_bytes, flops, label, baseline_us)
+
+
+def linear_rows(
+    shape: ModelShape, m: int, tiles: dict[tuple[int, int], SmallGemmTile] | None = None
+) -> Iterator[Row]:
+    """small_linear of each layer beside cuBLAS, weights rotated."""
+    workspace = new_gemm_workspace(DEVICE)
+    layers = [*shape.linear_layers, ("head", shape.vocab_size, shape.hidden)]
+    for name, n, k in layers:
+        size = 2 * n * k
+        weights = [random(n, k, scale=k**-0.5) for _ in range(num_sets(size))]
+        x = random(m, k)
+        out = torch.empty(m, n, dtype=DTYPE, device=DEVICE)
+        tile = tiles.get((n, k)) if tiles else None
+        timing = time_calls(
+            [lambda w=w: small_linear(out, x, w, workspace, tile=tile) for w in weights]  # type: ignore[misc]
+        )
+        base = time_calls(
+            [lambda w=w: linear(x, w) for w in weights],  # type: ignore[misc]
+            replays=7,
+        )
+        moved = size + 2.0 * m * (n + k)
+        yield make_row(
+            f"linear.{shape.name}.{name}.m{m}",
+            timing,
+            moved,
+            2.0 * m * n * k,
+            "cublas",
+            base.p50_us,
+        )
+
+
+def chain_row(shape: ModelShape, m: int, num_layers: int) -> Row:
+    """The linear layers of several blocks in a row, norm, SiLU and residual fused, beside cuBLAS's GEMMs alone."""
+    workspace = new_gemm_workspace(DEVICE)
+    blocks = [
+        [random(n, k, scale=k**-0.5) for _, n, k in shape.linear_layers] for _ in range(num_layers)
+    ]
+    norm_weight = random(shape.hidden)
+    stream, attn = random(m, shape.hidden), random(m, shape.num_q_heads * shape.head_dim)
+    qkv = torch.empty(m, shape.linear_layers[0][1], dtype=DTYPE, device=DEVICE)
+    gate_up = torch.empty(m, 2 * shape.intermediate, dtype=DTYPE, device=DEVICE)
+
+    def ours() -> None:
+        for w_qkv, w_o, w_up, w_down in blocks:
+            small_linear(qkv, stream, w_qkv, workspace, norm_weight=norm_weight, eps=1e-6)
+            small_linear(stream, attn, w_o, workspace, residual=stream)
+            small_linear(gate_up, stream, w_up, workspace, norm_weight=norm_weight, eps=1e-6)
+            small_linear(stream, gate_up, w_down, workspace, silu=True, residual=stream)
+
+    inner = random(m, shape.intermediate)
+
+    def cublas() -> None:
+        for w_qkv, w_o, w_up, w_down in blocks:
+            linear(stream, w_qkv)
+            linear(attn, w_o)
+            linear(stream, w_up)
+            linear(inner, w_down)
+
+    timing = time_calls([ours], min_calls=2)
+    base = time_calls([cublas], replays=7, min_calls=2)
+    size = sum(w.numel() for block in blocks for w in block)
+    return make_row(
+        f"chain.{shape.name}.m{m}.{num_layers}-layers",
+        timing,
+        2.0 * size,
+        2.0 * m * size,
+        "cublas",
+        base.p50_us,
+    )
+
+
+def fixed_rows(m: int) -> Iterator[Row]:
+    """The batch-invariant GEMM on the 8B's layers beside cuBLAS."""
+    for name, n, k in QWEN3_8B.linear_layers:
+        weights = [random(n, k, scale=k**-0.5) for _ in range(num_sets(2 * n * k))]
+        x, out = random(m, k), torch.empty(m, n, dtype=DTYPE, device=DEVICE)
+        timing = time_calls([lambda w=w: fixed_linear(out, x, w, pdl=True) for w in weights])  # type: ignore[misc]
+        base = time_calls([lambda w=w: linear(x, w) for w in weights], replays=7)  # type: ignore[misc]
+        moved = 2.0 * (n * k + m * (n + k))
+        yield make_row(
+            f"fixed.8b.{name}.m{m}", timing, moved, 2.0 * m * n * k, "cublas", base.p50_us
+        )
+
+
+def prefill_row(lengths: list[int], shape: ModelShape) -> Row:
+    """Prompt attention beside SDPA (causal, contiguous)."""
+    heads, kv_heads, d = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
+    inputs = decode_set(lengths, heads, kv_heads, d, 64)
+    total = sum(lengths)
+    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    q, out = random(total, heads, d), torch.empty(total, heads, d, dtype=DTYPE, device=DEVICE)
+
+    def ours() -> None:
+        prefill_attention(
+            out,
+            q,
+            inputs.k_cache,
+            inputs.v_cache,
+            inputs.tables,
+            inputs.rows,
+            inputs.seq_lens,
+            bounds,
+            d**-0.5,
+        )
+
+    batch, seq_len = len(lengths), lengths[0]
+    qs = random(batch, heads, seq_len, d)
+    ks, vs = (random(batch, kv_heads, seq_len, d) for _ in range(2))
+    base = time_calls(
+        [lambda: scaled_dot_product_attention(qs, ks, vs, is_causal=True, enable_gqa=True)],
+        replays=7,
+    )
+    flops = sum(2.0 * n * n * heads * d for n in lengths)
+    moved = 2.0 * total * d * (2 * heads + 2 * kv_heads)
+    name = f"prefill.{shape.name}.{batch}x{seq_len}"
+    return make_row(name, time_calls([ours]), moved, flops, "sdpa", base.p50_us)
+
+
+def small_kernel_rows(shape: ModelShape, m: int) -> Iterator[Row]:
+    """Norm, rotary with KV write, activation: launch-bound at small M."""
+    hidden, d = shape.hidden, shape.head_dim
+    x, residual, weight = random(m, hidden), random(m, hidden), random(hidden)
+    out = torch.empty_like(x)
+    yield make_row(
+        f"rms_norm.{shape.name}.m{m}",
+        time_calls([lambda: rms_norm(out, x, weight, 1e-6, residual, pdl=True)], min_calls=40),
+        8.0 * m * hidden,
+    )
+    qkv = random(m, (shape.num_q_heads + 2 * shape.num_kv_heads) * d)
+    cache = [random(m // 16 + 1, 16, shape.num_kv_heads, d) for _ in range(2)]
+    cos, sin = (t.to(DEVICE) for t in rope_tables(d, 4096))
+    positions = torch.arange(m, dtype=torch.int32, device=DEVICE)
+    yield make_row(
+        f"rope_kv_write.{shape.name}.m{m}",
+        time_calls(
+            [
+                lambda: rope_kv_write(
+                    qkv, *cache, cos, sin, positions, positions, shape.num_q_heads, pdl=True
+                )
+            ],
+            min_calls=40,
+        ),
+        4.0 * qkv.numel(),
+    )
+    gate_up = random(m, 2 * shape.intermediate)
+    act = torch.empty(m, shape.intermediate, dtype=DTYPE, device=DEVICE)
+    yield make_row(
+        f"silu_mul.{shape.name}.m{m}",
+        time_calls([lambda: silu_mul(act, gate_up, pdl=True)], min_calls=40),
+        6.0 * m * shape.intermediate,
+    )
+
+
+def sampler_row(m: int, vocab_size: int, kind: str) -> Row:
+    """The sampler on peaked logits, greedy, random, or with top_k 50 and top_p 0.9, beside argmax."""
+    logits = torch.randn(m, vocab_size, device=DEVICE).mul(3.0).to(DTYPE)
+    params = new_sampling_tables(m, DEVICE)
+    if kind != "greedy":
+        params.temperature.fill_(0.8)
+    if kind == "filters":
+        params.top_k.fill_(50)
+        params.top_p.fill_(0.9)
+    workspace = new_sampler_workspace(m, vocab_size, DEVICE)
+    rows = torch.arange(m, dtype=torch.int32, device=DEVICE)
+    positions = torch.full((m,), 5, dtype=torch.int32, device=DEVICE)
+    tokens, bad = torch.empty_like(rows), torch.empty(m, dtype=torch.int8, device=DEVICE)
+    table = torch.zeros(m, 16, dtype=torch.int32, device=DEVICE)
+
+    def ours() -> None:
+        sample(
+            tokens,
+            bad,
+            logits,
+            rows,
+            positions,
+            params,
+            table,
+            workspace,
+            kind == "filters",
+            pdl=True,
+        )
+
+    base = time_calls([lambda: logits.argmax(-1)], replays=7).p50_us
+    name = f"sample.{kind}.v{vocab_size}.m{m}"
+    return make_row(name, time_calls([ours]), 2.0 * m * vocab_size, 0.0, "argmax", base)

@@ -1,0 +1,83 @@
+"""`tokenbus bench kernels`: microseconds of every kernel on real shapes, its floor, and torch beside it.
+
+Needs a CUDA device. Prints a table, then one JSON line. Timing: ops/bench/kernel_timing.py; cases: kernel_cases.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+NO_DEVICE_EXIT = 3
+"""Exit code when there is no CUDA device to measure."""
+
+
+def _rows(groups: set[str]) -> Iterator[object]:
+    from ops.bench import kernel_cases as cases
+
+    if "decode" in groups:
+        for case in cases.DECODE_CASES:
+            yield cases.decode_rows(*case)
+    if "prefill" in groups:
+        for lengths in ([1024], [1024] * 8, [8192]):
+            yield cases.prefill_row(lengths, cases.QWEN3_8B)
+        yield cases.prefill_row([1024] * 8, cases.SMOLLM2)
+    if "chain" in groups:
+        for shape, layers in ((cases.QWEN3_06B, 28), (cases.SMOLLM2, 30), (cases.QWEN3_8B, 12)):
+            for m in (1, 8, 32, 64):
+                yield cases.chain_row(shape, m, layers)
+    if "linear" in groups:
+        for shape in (cases.QWEN3_06B, cases.QWEN3_8B, cases.SMOLLM2):
+            for m in (1, 8, 64):
+                yield from cases.linear_rows(shape, m)
+    if "fixed" in groups:
+        for m in (1, 64, 256, 2048):
+            yield from cases.fixed_rows(m)
+    if "small" in groups:
+        for m in (1, 256, 2048):
+            yield from cases.small_kernel_rows(cases.QWEN3_8B, m)
+        for kind in ("greedy", "random", "filters"):
+            for m in (1, 64, 256):
+                yield cases.sampler_row(m, 151936, kind)
+
+
+GROUPS = ("decode", "prefill", "chain", "linear", "fixed", "small")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a table and, last, one JSON line. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="tokenbus bench kernels", description=__doc__)
+    parser.add_argument("--groups", default=",".join(GROUPS), help="comma-separated: %(default)s")
+    parser.add_argument("--seconds", type=float, default=300.0, help="start no case after this")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench kernels needs a CUDA device", file=sys.stderr)
+        return NO_DEVICE_EXIT
+    from ops.bench.kernel_timing import Row, format_table
+
+    began = time.monotonic()
+    rows = []
+    for row in _rows(set(args.groups.split(","))):
+        if isinstance(row, Row):
+            rows.append(row)
+        if time.monotonic() - began > args.seconds:
+            break
+    print(format_table(rows))
+    document = {
+        "bench": "kernels",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.monotonic() - began, 1),
+        "rows": [row.as_dict() for row in rows],
+    }
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
