@@ -145,12 +145,17 @@ class StreamsDoor(Actor):
         self._outbox.wake()
 
     async def stop(self) -> None:
-        """Write what is finished, give the rest back, say good-bye."""
+        """Write what is finished, give the rest back, say good-bye.
+
+        After a crash of the broker nothing is given back: the jobs' leases run out and the crash is
+        counted, or a job that crashes brokers would go round for ever.
+        """
         self._drain()
+        is_crash = self.system.crashed.done()
         for job in self._state.jobs:
-            if job.stage is Stage.RUNNING:
+            if job.stage is Stage.RUNNING and not is_crash:
                 self._state.end(job, Ending())
-        if self._state.link.up.is_set():
+        if self._state.link.up.is_set() and not is_crash:
             with suppress(TimeoutError, LinkLost):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await self._reader.unblock()
@@ -194,7 +199,7 @@ class StreamsDoor(Actor):
                 self._state.end(job, Ending())
 
     def _drain(self) -> None:
-        if self._state.is_draining:
+        if self._state.is_draining or self.system.crashed.done():
             return
         self._state.is_draining = True
         self._state.check_slots()

@@ -1,0 +1,349 @@
+"""The link to Redis: replies lost at every step, partitions, and every form of URL."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from broker.messages import Drain
+from broker.streams.address import parse_redis_url
+from broker.streams.lane import Lane, LinkLost, ReplyError
+from broker.streams.scripts import SOURCES, script
+from tests.redis_proxy import RedisProxy
+from tests.redis_servers import RedisServer, ServerBinary, find_servers
+from tests.streams_kit import Bus, Worker, open_bus, text_of, until
+from tokenbus.errors import InvalidField
+
+
+@pytest.fixture
+async def bus(shared_redis: RedisServer) -> AsyncIterator[Bus]:
+    async with open_bus(shared_redis) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def proxy(shared_redis: RedisServer) -> AsyncIterator[RedisProxy]:
+    proxy = await RedisProxy(shared_redis).start()
+    yield proxy
+    await proxy.close()
+
+
+async def worker_behind(proxy: RedisProxy, bus: Bus, name: str = "a", **settings: int) -> Worker:
+    worker = Worker(proxy.url, bus.queue, name, **settings)
+    bus.workers.append(worker)
+    return await worker.start()
+
+
+def sha_of(name: str) -> bytes:
+    command = script(name, (), ())
+    return str(command[1]).encode()
+
+
+CUTS = {
+    "reading": lambda: sha_of("take"),
+    "taking the attempt": lambda: sha_of("fence"),
+    "publishing": lambda: b"tokens",
+    "finishing": lambda: sha_of("finish"),
+    "renewing": lambda: sha_of("renew"),
+    "rejecting": lambda: sha_of("reject"),
+    "claiming": lambda: sha_of("claim"),
+}
+
+
+@pytest.mark.parametrize("step", CUTS)
+async def test_a_reply_lost_while(step: str, bus: Bus, proxy: RedisProxy) -> None:
+    """The server has executed the commands, the worker does not know: nothing twice, no hole."""
+    worker = await worker_behind(proxy, bus, lease_ms=2_000, renew_ms=200)
+    worker.ledger.is_automatic = True
+    before = bus.submit(max_tokens=30)
+    await until(lambda: bus.text(before))
+    proxy.cut_after = CUTS[step]()
+    jobs = [before, *(bus.submit(max_tokens=20) for _ in range(3))]
+    bad = bus.submit(temperature="nan")
+    await until(lambda: proxy.num_cuts == 1)
+    await until(lambda: all(bus.terminal(job) for job in (*jobs, bad)))
+    for job in jobs:
+        bus.audit(job)
+        assert bus.events(job).count("started") == 1
+    assert bus.events(bad) == ["error"]
+    await until(lambda: bus.num_entries() == 0)
+    bus.audit_queue()
+    assert worker.door.counters.fenced == 0
+
+
+async def test_connections_cut_at_random_lose_and_repeat_nothing(
+    bus: Bus, proxy: RedisProxy
+) -> None:
+    worker = await worker_behind(proxy, bus, lease_ms=3_000)
+    worker.ledger.is_automatic = True
+    jobs = [bus.submit(max_tokens=60) for _ in range(8)]
+    for i in range(12):
+        await asyncio.sleep(0.03 * (i % 4 + 1))
+        proxy.cut()
+    await until(lambda: all(bus.terminal(job) for job in jobs))
+    for job in jobs:
+        bus.audit(job)
+    await until(lambda: bus.num_entries() == 0)
+    bus.audit_queue()
+
+
+async def test_a_partitioned_worker_stops_by_itself_and_is_fenced_when_it_is_back(
+    bus: Bus, proxy: RedisProxy
+) -> None:
+    a = await worker_behind(proxy, bus, lease_ms=700, renew_ms=200)
+    job = bus.submit(max_tokens=10)
+    await until(lambda: job in a.ledger.runs)
+    a.ledger.step(job, 3)
+    await until(lambda: bus.text(job) == text_of(3))
+    proxy.drop_requests = proxy.drop_replies = True
+    a.ledger.step(job, 1)
+    b = await bus.worker("b", lease_ms=700, renew_ms=200)
+    await until(lambda: job in b.ledger.runs)
+    await until(lambda: a.ledger.runs[job].is_paused)  # by its own clock, no word from Redis
+    assert not a.monitor.is_ready
+    b.ledger.step(job, 2)
+    proxy.heal()
+    await until(lambda: job not in a.ledger.runs)
+    assert a.door.counters.fenced == 1
+    b.ledger.step(job, 5)
+    b.ledger.finish(job)
+    await until(lambda: bus.terminal(job))
+    bus.audit(job)
+    bus.audit_queue()
+
+
+async def test_a_server_that_accepts_and_says_nothing_is_noticed(
+    bus: Bus, proxy: RedisProxy
+) -> None:
+    worker = await worker_behind(proxy, bus, socket_timeout_ms=500)
+    proxy.drop_replies = True
+    broken_at = time.monotonic()
+    await until(lambda: not worker.monitor.is_ready, timeout_s=5)
+    await asyncio.sleep(1.0)
+    assert not worker.monitor.is_ready
+    proxy.heal()
+    job = bus.submit()
+    await until(lambda: job in worker.ledger.runs, timeout_s=2)
+    assert time.monotonic() - broken_at < 8
+
+
+async def test_a_worker_starts_before_its_redis(redis_binary: ServerBinary) -> None:
+    server = RedisServer(redis_binary).start()
+    server.kill()
+    worker = Worker(server.url, "q", "a")
+    worker.begin()
+    await until(lambda: worker.monitor.reports)
+    assert not worker.monitor.is_ready
+    server.start()
+    await until(lambda: worker.monitor.is_ready, timeout_s=2)
+    await worker.stop()
+    server.close()
+
+
+async def test_scripts_are_loaded_again_when_the_server_forgot_them(bus: Bus) -> None:
+    worker = await bus.worker()
+    worker.ledger.is_automatic = True
+    for _ in range(3):
+        bus.client.script_flush()
+        job = bus.submit(max_tokens=5)
+        await until(lambda job=job: bus.terminal(job))
+        bus.audit(job)
+
+
+async def test_a_drain_asked_for_on_the_control_stream_is_passed_on(bus: Bus) -> None:
+    a, b = await bus.worker("a"), await bus.worker("b")
+    bus.client.xadd(bus.keys.control, {"op": "drain", "worker": "b"})
+    await until(lambda: any(isinstance(report, Drain) for report in b.monitor.reports))
+    assert not any(isinstance(report, Drain) for report in a.monitor.reports)
+
+
+# ---------------------------------------------------------------- URLs
+
+
+async def test_password_and_acl_user(redis_binary: ServerBinary) -> None:
+    server = RedisServer(redis_binary).start()
+    try:
+        server.client().execute_command(
+            *("ACL", "SETUSER", "w", "on", ">p@ss/w", "~tokenbus:*", "+@all", "-@dangerous"),
+            *("+info", "+client"),
+        )
+        server.client().execute_command("ACL", "SETUSER", "default", "off")
+        good = server.url.replace("unix://", "unix://w:p%40ss%2Fw@")
+        worker = await Worker(good, "q", "a").start()
+        await worker.stop()
+        worker = Worker(server.url, "q", "b")
+        worker.begin()
+        await until(lambda: worker.monitor.reports)
+        assert "NOAUTH" in worker.monitor.reports[0].reason
+        await worker.kill()
+    finally:
+        server.close()
+
+
+async def test_a_cluster_url_finds_the_node_of_the_queue() -> None:
+    redis_binary = find_servers()[-1]
+    servers = [
+        RedisServer(redis_binary, tcp=True, extra=("--cluster-enabled", "yes")) for _ in range(2)
+    ]
+    try:
+        for server in servers:
+            server.start()
+        first, second = (server.client() for server in servers)
+        half = 16_384 // 2
+        first.execute_command("CLUSTER", "ADDSLOTS", *range(half))
+        second.execute_command("CLUSTER", "ADDSLOTS", *range(half, 16_384))
+        first.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[1].port)
+        await until(lambda: first.cluster("info")["cluster_state"] == "ok")
+        await until(lambda: second.cluster("info")["cluster_state"] == "ok")
+        await until(lambda: first.cluster("info")["cluster_known_nodes"] == "2")
+        for queue in ("a", "b", "c", "d"):
+            url = f"redis+cluster://127.0.0.1:{servers[0].port},127.0.0.1:1"
+            worker = await Worker(url, queue, "w").start()
+            key = worker.door._state.keys.jobs()
+            slot = int(first.execute_command("CLUSTER", "KEYSLOT", key))
+            owner = first if slot < half else second
+            job = owner.xadd(key, {"prompt": "x", "max_tokens": 1})
+            await until(lambda w=worker, j=job: j in w.ledger.runs)
+            await worker.stop()
+    finally:
+        for server in servers:
+            server.close()
+
+
+async def test_a_sentinel_url_follows_the_master() -> None:
+    redis_binary = find_servers()[-1]
+    servers = [RedisServer(redis_binary, tcp=True).start() for _ in range(2)]
+    sentinel = RedisServer(redis_binary, tcp=True)
+    config = sentinel.dir / "sentinel.conf"
+    config.write_text(
+        f"port {sentinel.port}\nunixsocket {sentinel.socket_path}\n"
+        f"sentinel monitor main 127.0.0.1 {servers[0].port} 1\n"
+        "sentinel down-after-milliseconds main 600\nsentinel failover-timeout main 2000\n"
+    )
+    argv = [redis_binary.path, str(config), "--sentinel"]
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+    try:
+        servers[1].client().replicaof("127.0.0.1", servers[0].port)
+        client = sentinel.client()
+
+        def sees_replica() -> bool:
+            with suppress(Exception):
+                return bool(client.execute_command("SENTINEL", "REPLICAS", "main"))
+            return False
+
+        await until(sees_replica, timeout_s=20)
+        url = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/main"
+        worker = await Worker(url, "q", "w").start()
+        job = servers[0].client().xadd("tokenbus:{q}:jobs", {"prompt": "x", "max_tokens": 9})
+        await until(lambda: job in worker.ledger.runs)
+        worker.ledger.step(job, 2)
+        replica = servers[1].client()
+        await until(lambda: replica.xlen(f"tokenbus:{{q}}:out:{job}") == 2)
+        servers[0].kill()
+        await until(lambda: not worker.monitor.is_ready)
+        await until(lambda: worker.monitor.is_ready, timeout_s=20)
+        worker.ledger.step(job, 2)
+        await until(lambda: replica.xlen(f"tokenbus:{{q}}:out:{job}") == 3)
+        worker.ledger.finish(job)
+        await until(lambda: worker.door.num_jobs == 0)
+        await worker.stop()
+    finally:
+        process.kill()
+        process.wait()
+        for server in (*servers, sentinel):
+            server.close()
+
+
+@pytest.fixture
+def tls_server() -> Iterator[tuple[RedisServer, Path]]:
+    """A server that speaks TLS only, where one of those found can."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    directory = Path(tempfile.mkdtemp(prefix="tokenbus-tls-"))
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    for binary in find_servers():
+        server = RedisServer(binary)
+        port = RedisServer(binary, tcp=True).port
+        server._extra = (
+            *("--tls-port", str(port), "--tls-cert-file", str(cert), "--tls-key-file", str(key)),
+            *("--tls-auth-clients", "no"),
+        )
+        try:
+            server.start()
+        except RuntimeError:  # built without TLS
+            server.close()
+            continue
+        server.port = port
+        yield server, cert
+        server.close()
+        shutil.rmtree(directory)
+        return
+    pytest.skip("no redis-server here was built with TLS")
+
+
+async def test_a_rediss_url_checks_the_certificate(tls_server: tuple[RedisServer, Path]) -> None:
+    server, cert = tls_server
+    url = f"rediss://localhost:{server.port}?ssl_ca_certs={cert}"
+    worker = await Worker(url, "q", "w").start()
+    await worker.stop()
+    with pytest.raises(LinkLost):
+        await Lane.connect(parse_redis_url(f"rediss://localhost:{server.port}").seeds[0], 2.0)
+
+
+BAD_URLS = (
+    "",
+    "http://x",
+    "redis://h:port",
+    "redis://h/0/1",
+    "redis://h?what=1",
+    "redis+cluster://h/3",
+)
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_a_bad_url_is_refused_without_repeating_it(url: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        parse_redis_url(url)
+    assert caught.value.field == "redis"
+
+
+def test_no_secret_is_printed() -> None:
+    address = parse_redis_url("redis+sentinel://user:secret@a,b:7/service/3")
+    assert "secret" not in f"{address!r} {address}"
+    assert [str(seed) for seed in address.seeds] == ["a:26379", "b:7"]
+    node = address.node_at("c", 1)
+    assert node.hello() == [("AUTH", "user", "secret"), ("SELECT", 3)]
+
+
+async def test_a_wrong_password_is_an_error_reply(redis_binary: ServerBinary) -> None:
+    server = RedisServer(redis_binary).start()
+    try:
+        server.client().config_set("requirepass", "right")
+        url = server.url.replace("unix://", "unix://:wrong@")
+        with pytest.raises(ReplyError, match="WRONGPASS"):
+            await Lane.connect(parse_redis_url(url).seeds[0], 2.0)
+    finally:
+        server.close()
+
+
+def test_every_script_says_what_it_takes() -> None:
+    for name, source in SOURCES.items():
+        head = source.decode().rpartition("-- KEYS")[2]
+        assert "ARGV" in head[:2_000], name
