@@ -81,7 +81,7 @@ class RedisServer:
     ) -> None:
         self.binary = binary
         self.dir = Path(tempfile.mkdtemp(prefix="tokenbus-redis-"))
-        self.port = _free_port() if tcp else 0
+        self.port = free_port() if tcp else 0
         self.socket_path = str(self.dir / "redis.sock")
         self._aof = aof
         self._extra = extra
@@ -177,7 +177,8 @@ class RedisServer:
                     time.sleep(0.005)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
