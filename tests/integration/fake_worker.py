@@ -1,4 +1,4 @@
-"""A ROUTER that a test scripts message by message: the worker's side of the protocol, without a worker."""
+"""A ROUTER that a test scripts message by message: the worker's side, without a worker."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import zmq
 import zmq.asyncio
 
 from tokenbus.bodies import Accepted, Welcome, done_to_body, error_to_body, tokens_to_body
-from tokenbus.errors import TokenbusError
+from tokenbus.errors import NoSession, TokenbusError
 from tokenbus.events import Done, Reason, Tokens, Usage, crc32_of_ids
 from tokenbus.protocol import Message, MessageType, decode, encode
 
 
 class FakeWorker:
-    """Binds a ROUTER on a free port. HELLO and PING are answered by `expect` on the way to what it waits for.
+    """Binds a ROUTER on a free port. `expect` answers HELLO and PING on its way.
 
     greets: False leaves HELLO unanswered. All helpers send to the peer that was heard last.
     """
 
-    def __init__(self, boot: str = "boot-1", heartbeat_ms: int = 200, port: int = 0) -> None:
+    def __init__(self, boot: str = "boot-1", heartbeat_ms: int = 2_000, port: int = 0) -> None:
         self.boot = boot
         self.heartbeat_ms = heartbeat_ms
         self.greets = True
         self.hellos: list[Message] = []
         self.credits: list[int] = []
         self.peer = b""
+        self._greeted: set[bytes] = set()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -64,14 +65,23 @@ class FakeWorker:
             message = await self.receive()
             if message.type is MessageType.HELLO:
                 self.hellos.append(message)
+                self._greeted.add(self.peer)
                 if self.greets:
                     await self.welcome()
+            elif self.peer not in self._greeted:  # ZeroMQ reconnected to a worker that is new
+                await self.error(NoSession("say HELLO"))
+                continue
             elif message.type is MessageType.PING:
                 await self.send(MessageType.PONG, {"t": message.body["t"]})
             elif message.type is MessageType.CREDIT:
                 self.credits.append(message.body["total"])
             if message.type is kind:
                 return message
+
+    async def settle(self) -> None:
+        """Return when the client has everything that was sent."""
+        await self.send(MessageType.PING, {"t": 1})
+        await self.expect(MessageType.PONG)
 
     async def welcome(self) -> None:
         """Answer a HELLO."""

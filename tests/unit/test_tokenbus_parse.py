@@ -1,4 +1,4 @@
-"""Requests from outside, on both doors: every field, every kind of bad value, the field's path in the error."""
+"""Requests from outside, on both doors: every bad value of every field is refused by name."""
 
 from __future__ import annotations
 

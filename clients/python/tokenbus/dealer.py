@@ -71,6 +71,7 @@ class Dealer:
         """Stop at once; what was handed to ZeroMQ may still go out for half a second."""
         if self._is_closed:
             return
+        self._flush()
         self._is_closed = True
         self._loop.remove_reader(self._fd)
         if self._timer is not None:

@@ -60,6 +60,7 @@ class RedisReader:
         self._can_wake = isinstance(client, Redis)
         self._is_reading = False
         self._has_new = False
+        self._is_closed = False
         self._waking: asyncio.Task[None] | None = None
         self._task = self._loop.create_task(self._read_forever())
 
@@ -84,6 +85,8 @@ class RedisReader:
 
     async def close(self, error: TokenbusError) -> None:
         """End every stream with `error` and close the connection."""
+        self._is_closed = True
+        self._added.set()
         tasks = [task for task in (self._task, self._waking) if task is not None]
         for task in tasks:
             task.cancel()
@@ -94,7 +97,7 @@ class RedisReader:
     async def _read_forever(self) -> None:
         backoff = Backoff()
         lost_since_s: float | None = None
-        while True:
+        while not self._is_closed:  # a cancellation may come out of redis-py as a timeout
             await self._added.wait()
             try:
                 await self._read_once()
@@ -114,7 +117,10 @@ class RedisReader:
 
     async def _read_once(self) -> None:
         if self._can_wake and self._client_id is None:
-            self._client_id = int(await self._client.client_id())
+            try:
+                self._client_id = int(await self._client.client_id())
+            except exceptions.ResponseError:  # not allowed here
+                self._can_wake = False
         if not self._streams:
             self._added.clear()
             return
