@@ -1,6 +1,7 @@
 """`python -m broker --config FILE [--status-fd N]`: the broker process.
 
-Exit codes: 0 after a drain, 1 after a crash of an actor, 2 for a configuration that cannot work.
+Exit codes: 0 after a drain, 1 after a crash of an actor; starting it again does not help after 3
+(a setting that cannot work), 4 (a model it cannot read) and 5 (an address that cannot be had).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from broker.ring.errors import LinkError
 from tokenbus.errors import TokenbusError
 
 EXIT_CRASHED = 1  # the supervisor starts the broker again
-EXIT_BAD_CONFIG = 2  # starting it again would not help
+EXIT_BAD_SETTING = 3
+EXIT_NO_MODEL = 4
+EXIT_NO_ADDRESS = 5
 
 
 def main() -> int:
@@ -42,8 +45,17 @@ def main() -> int:
         return EXIT_CRASHED
     except (InsecureBind, TokenbusError, LinkError, zmq.ZMQError, OSError, TypeError) as error:
         log.error("broker.cannot_start", error=f"{type(error).__name__}: {error}")
-        return EXIT_BAD_CONFIG
+        return _exit_code(error)
     return 0
+
+
+def _exit_code(error: Exception) -> int:
+    """What the supervisor, and whoever started it, should make of the error."""
+    if isinstance(error, TokenbusError) and error.field == "model":
+        return EXIT_NO_MODEL
+    if isinstance(error, zmq.ZMQError | LinkError | OSError):
+        return EXIT_NO_ADDRESS
+    return EXIT_BAD_SETTING
 
 
 if __name__ == "__main__":

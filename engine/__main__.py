@@ -18,7 +18,7 @@ from broker.ring.errors import LinkError, RingError
 from broker.ring.link import EngineLink, connect_engine
 from broker.ring.records import Kind, encode_json
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineError, LinkLost
+from engine.errors import ConfigError, EngineError, LinkLost, ModelError
 from engine.log import configure_logging
 from engine.loop import EngineLoop, LoopEnd, freeze_heap
 from engine.mailbox import LinkMailbox, StopSignal
@@ -28,6 +28,8 @@ from engine.scheduler import Scheduler
 EXIT_OK = 0  # SIGTERM, or SHUTDOWN from the broker
 EXIT_FAILED = 1  # a typed error, logged in one line
 EXIT_USAGE = 2  # the command line or the configuration file cannot be used
+EXIT_BAD_SETTING = 3  # a setting that cannot work: starting again would not help
+EXIT_NO_MODEL = 4  # a model that cannot be loaded: nor here
 
 CONNECT_TIMEOUT_S = 1.0
 BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -64,7 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         log.info("engine.stopped", while_loading=True)
     except (EngineError, RingError) as error:
         log.error("engine.failed", kind=type(error).__name__, error=str(error))
-        return EXIT_FAILED
+        if isinstance(error, ConfigError):
+            return EXIT_BAD_SETTING
+        return EXIT_NO_MODEL if isinstance(error, ModelError) else EXIT_FAILED
     return EXIT_OK
 
 

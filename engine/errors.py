@@ -21,6 +21,10 @@ class ConfigError(EngineError):
         self.value = value
 
 
+class ModelError(EngineError):
+    """Base of everything that keeps a model from being served."""
+
+
 class OutOfBlocks(EngineError):
     """More KV blocks were asked for than are free: the caller has to look first, so this is a
     bug of ours.

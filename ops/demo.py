@@ -34,7 +34,7 @@ PROMPTS = (
     "Give me a tip for better sleep.",
     "Who was Ada Lovelace?",
 )
-JOB_TIMEOUT_S = 120.0
+JOB_TIMEOUT_S = 300.0
 
 
 @dataclass(slots=True)
@@ -135,8 +135,8 @@ async def run_over_zmq(
     messages = [{"role": "user", "content": run.prompt}]
     async with AsyncClient(zmq=endpoint) as client:
         run.submitted()
-        stream = client.generate(messages=messages, max_tokens=max_tokens)
-        run.job = stream.job
+        run.job = f"demo-{run.number}"
+        stream = client.generate(messages=messages, max_tokens=max_tokens, job=run.job)
         try:
             async for tokens in stream:
                 run.got(tokens.text, len(tokens.ids))

@@ -65,7 +65,8 @@ class _TableView(View):
     def result(self, runs: Sequence[JobRun], total_s: float) -> None:
         table = Table(header_style="bold")
         for name in ("job", "door", "TTFT", "tokens", "tok/s", "finish"):
-            table.add_column(name, justify="left" if name in ("job", "door", "finish") else "right")
+            is_text = name in ("job", "door", "finish")
+            table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
         for run in runs:
             table.add_row(
                 run.job,

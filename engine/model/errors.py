@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.errors import EngineError
-
-
-class ModelError(EngineError):
-    """Base of everything that keeps a model from being served."""
+from engine.errors import ModelError
 
 
 class UnsupportedModelError(ModelError):

@@ -181,6 +181,20 @@ async def test_a_taken_port_ends_the_worker_with_a_sentence(tmp_path: Path) -> N
     assert "address already in use" in caught.value.message.lower()
 
 
+async def test_a_model_that_cannot_be_loaded_ends_the_worker_with_a_sentence(
+    tmp_path: Path,
+) -> None:
+    """And at once: it is not tried three times."""
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF but not really")
+    with pytest.raises(WorkerFailed) as caught:
+        async with run_worker(tmp_path / "data", ("--model", str(broken), "--redis", "none")):
+            pass
+    assert caught.value.code is ExitCode.MODEL_UNAVAILABLE
+    assert "broken.gguf" in caught.value.message
+    assert "process.restarting" not in caught.value.message
+
+
 async def test_client_commands_find_the_worker_on_this_host(tmp_path: Path) -> None:
     async with fake_worker(tmp_path) as worker:
         code, said = await tokenbus(worker, "submit", "Hello", "--raw", "-n", "5", "--json")
