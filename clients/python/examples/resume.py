@@ -1,6 +1,6 @@
 """Submit a job, read half of it, and let another process read the rest.
 
-`python resume.py redis://localhost` prints a command that reads on; run it at once or an hour later.
+`python resume.py redis://localhost` prints a command that reads on, at once or later.
 """
 
 from __future__ import annotations
