@@ -19,9 +19,9 @@ def build_runner(config: EngineConfig, progress: ProgressCallback = no_progress)
     if not config.model_path:
         raise ConfigError("model_path", config.model_path, "give a model directory or a .gguf file")
     if choose_device(config) == "cuda":
-        raise DeviceUnavailableError(
-            "this version has no GPU runner: set device to cpu (or auto on a machine without GPU)"
-        )
+        from engine.gpu.build import build_gpu_runner
+
+        return build_gpu_runner(config, progress)
     from engine.cpu.build import build_cpu_runner
 
     return build_cpu_runner(config, progress)
@@ -29,11 +29,11 @@ def build_runner(config: EngineConfig, progress: ProgressCallback = no_progress)
 
 def choose_device(config: EngineConfig) -> str:
     """The device that `config` means on this machine: `cpu` or `cuda`."""
-    if config.device == "auto":
-        return "cpu"
-    if config.device == "cuda":
-        import torch
+    import torch
 
-        if not torch.cuda.is_available():
-            raise DeviceUnavailableError("device is cuda, but torch finds no CUDA device")
+    has_gpu = torch.cuda.is_available()
+    if config.device == "auto":
+        return "cuda" if has_gpu else "cpu"
+    if config.device == "cuda" and not has_gpu:
+        raise DeviceUnavailableError("device is cuda, but torch finds no CUDA device")
     return config.device

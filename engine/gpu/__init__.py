@@ -1,0 +1,1 @@
+"""The GPU runner: device tables, our kernels, CUDA graphs, one step ahead of the host."""

@@ -1,0 +1,85 @@
+"""Buffers that one step's layers write into: allocated once, viewed by length, never freed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.gpu.memory import StepLimits
+from engine.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Activations of up to T packed tokens. H hidden, I intermediate, Q = heads x head_dim.
+
+    hidden [T, H]: the residual stream. normed, projected [T, H]; qkv [T, Q + 2K]; attended [T, Q];
+    gate_up [T, 2I]; gated [T, I]. token_rows, positions, slots int32 [T]. All in the model's dtype
+    but for the last three.
+    """
+
+    hidden: torch.Tensor
+    normed: torch.Tensor
+    projected: torch.Tensor
+    qkv: torch.Tensor
+    attended: torch.Tensor
+    gate_up: torch.Tensor
+    gated: torch.Tensor
+    token_rows: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+    def first(self, num_tokens: int) -> Activations:
+        """Views of the first num_tokens rows."""
+        return Activations(*(getattr(self, name)[:num_tokens] for name in self.__slots__))
+
+
+def new_activations(
+    spec: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> Activations:
+    """Allocate buffers for num_tokens packed tokens."""
+
+    def matrix(columns: int) -> torch.Tensor:
+        return torch.zeros(num_tokens, columns, dtype=dtype, device=device)
+
+    def indices() -> torch.Tensor:
+        return torch.zeros(num_tokens, dtype=torch.int32, device=device)
+
+    return Activations(
+        hidden=matrix(spec.hidden_size),
+        normed=matrix(spec.hidden_size),
+        projected=matrix(spec.hidden_size),
+        qkv=matrix(spec.qkv_size),
+        attended=matrix(spec.q_size),
+        gate_up=matrix(2 * spec.intermediate_size),
+        gated=matrix(spec.intermediate_size),
+        token_rows=indices(),
+        positions=indices(),
+        slots=indices(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBuffers:
+    """The end of a step for up to S sampled rows.
+
+    hidden, projected, normed [S, H] in the model's dtype; logits float32 [S, V].
+    """
+
+    hidden: torch.Tensor
+    projected: torch.Tensor
+    normed: torch.Tensor
+    logits: torch.Tensor
+
+
+def new_head_buffers(
+    spec: ModelSpec, limits: StepLimits, dtype: torch.dtype, device: torch.device
+) -> HeadBuffers:
+    """Allocate buffers for max_num_seqs sampled rows."""
+
+    def matrix() -> torch.Tensor:
+        return torch.zeros(limits.max_num_seqs, spec.hidden_size, dtype=dtype, device=device)
+
+    logits = torch.zeros(limits.max_num_seqs, spec.vocab_size, device=device)
+    return HeadBuffers(matrix(), matrix(), matrix(), logits)

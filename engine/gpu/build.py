@@ -1,0 +1,160 @@
+"""Assembles the GPU runner: weights to the device, a memory plan, tables, buffers, graphs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.gpu.activations import new_activations, new_head_buffers
+from engine.gpu.attention_plans import new_attention_plans
+from engine.gpu.decode_graph import GraphCache, SharedBuffers, buckets_up_to
+from engine.gpu.decoder import GpuDecoder
+from engine.gpu.kv_memory import new_kv_memory
+from engine.gpu.linear import Linears
+from engine.gpu.memory import MemoryPlan, StepLimits, plan_memory
+from engine.gpu.row_tables import RowTables
+from engine.gpu.runner import GpuRunner
+from engine.loader import LoadedModel, ProgressCallback, load_dummy, load_model, read_spec
+from engine.model.spec import ModelSpec
+from engine.plan import RunnerInfo
+from kernels.sampler import new_sampler_workspace
+from kernels.small_gemm import new_gemm_workspace
+
+_BLOCK_SIZE = 64
+_MAX_NUM_SEQS = 256
+_MAX_BATCHED_TOKENS = 8192
+_GIB = 1 << 30
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+log = structlog.get_logger(__name__)
+
+
+def build_gpu_runner(config: EngineConfig, progress: ProgressCallback) -> GpuRunner:
+    """A ready `GpuRunner`. Raises as `engine.build.build_runner`."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = torch.bfloat16 if config.dtype == "auto" else _DTYPES[config.dtype]
+    path = Path(config.model_path)
+    limits = _limits(config, read_spec(path))
+    started = time.perf_counter()
+    loaded = _load(config, path, dtype, device, progress)
+    torch.cuda.synchronize()
+    load_s = time.perf_counter() - started
+    spec = replace(loaded.spec, max_model_len=limits.max_model_len)
+    sizes = buckets_up_to(limits.max_num_seqs)
+    plan = plan_memory(
+        spec,
+        limits,
+        element_bytes=dtype.itemsize,
+        weight_bytes=loaded.weights.num_bytes(),
+        kv_cache_bytes=config.kv_cache_bytes,
+        utilization=config.gpu_memory_utilization,
+        num_buckets=len(sizes),
+        device=device,
+    )
+    log.info("memory.planned", **plan.in_gib())
+    info = _info(config, path, spec, limits, plan, dtype, load_s)
+    log.info(
+        "weights.loaded",
+        seconds=round(load_s, 2),
+        gb_per_s=round(plan.weight_bytes / 1e9 / max(load_s, 1e-9), 1),
+    )
+    return _assemble(config, loaded, spec, limits, plan, info, dtype, device, sizes)
+
+
+def _assemble(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    spec: ModelSpec,
+    limits: StepLimits,
+    plan: MemoryPlan,
+    info: RunnerInfo,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: tuple[int, ...],
+) -> GpuRunner:
+    tables = RowTables(limits, device)
+    cache = new_kv_memory(spec, plan.num_blocks, limits.block_size, dtype, device)
+    decoder = GpuDecoder(
+        spec,
+        loaded.weights,
+        cache,
+        tables.block_table,
+        tables.token_table,
+        Linears(config.deterministic, new_gemm_workspace(device)),
+    )
+    buffers = new_shared_buffers(spec, limits, dtype, device)
+    graphs = GraphCache(sizes, decoder, tables, buffers, limits.block_size)
+    return GpuRunner(info, decoder, tables, buffers, graphs, limits)
+
+
+def new_shared_buffers(
+    spec: ModelSpec, limits: StepLimits, dtype: torch.dtype, device: torch.device
+) -> SharedBuffers:
+    """Buffers that all steps of a runner share."""
+    tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+    return SharedBuffers(
+        activations=new_activations(spec, tokens, dtype, device),
+        head=new_head_buffers(spec, limits, dtype, device),
+        sampler=new_sampler_workspace(limits.max_num_seqs, spec.vocab_size, device),
+        attention=new_attention_plans(spec, limits, dtype, device),
+        out_tokens=torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device),
+        out_bad=torch.zeros(limits.max_num_seqs, dtype=torch.int8, device=device),
+    )
+
+
+def _limits(config: EngineConfig, spec: ModelSpec) -> StepLimits:
+    if config.max_model_len > spec.max_model_len:
+        raise ConfigError(
+            "max_model_len", config.max_model_len, f"the model's own limit is {spec.max_model_len}"
+        )
+    return StepLimits(
+        max_num_seqs=config.max_num_seqs or _MAX_NUM_SEQS,
+        max_num_batched_tokens=config.max_num_batched_tokens or _MAX_BATCHED_TOKENS,
+        max_model_len=config.max_model_len or spec.max_model_len,
+        block_size=config.block_size_tokens or _BLOCK_SIZE,
+    )
+
+
+def _load(
+    config: EngineConfig,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: ProgressCallback,
+) -> LoadedModel:
+    if config.load_format == "dummy":
+        return load_dummy(path, dtype, device, progress=progress)
+    return load_model(path, dtype, device, progress=progress)
+
+
+def _info(
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    limits: StepLimits,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    load_s: float,
+) -> RunnerInfo:
+    return RunnerInfo(
+        model=config.model_name or path.stem,
+        architecture=spec.architecture,
+        device=torch.cuda.get_device_name(),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=spec.vocab_size,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=spec.eos_token_ids,
+        block_size=limits.block_size,
+        num_blocks=plan.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        load_s=load_s,
+        weight_bytes=plan.weight_bytes,
+        kv_bytes=plan.kv_bytes,
+    )

@@ -1,0 +1,219 @@
+"""The decoder's layers on the GPU, in the two forms a step can have.
+
+`decode` is a step of one token per row, made to be captured in a CUDA graph: every launch has fixed
+arguments and lengths live in device memory. `packed` is any mix of prompt chunks and decode rows.
+Both write the same numbers into the same cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.gpu.activations import Activations, HeadBuffers
+from engine.gpu.kv_memory import KvMemory
+from engine.gpu.linear import Linears
+from engine.model.spec import ModelSpec
+from engine.model.weights import LayerWeights, ModelWeights
+from kernels.activation import silu_mul
+from kernels.decode_plan import DecodePlan
+from kernels.embedding import embed
+from kernels.norm import rms_norm
+from kernels.paged_decode import DecodeWorkspace, paged_decode
+from kernels.prefill import prefill_attention
+from kernels.rope import rope_kv_write, rope_tables
+from kernels.table_updates import gather_rows
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """Attention over the cache for rows of one new token.
+
+    rows, seq_lens int32 [B]. plans: window -> work list, filled for these lengths.
+    """
+
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    plans: Mapping[int, tuple[DecodePlan, DecodeWorkspace]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    """Attention for prompt chunks.
+
+    begin: first packed token. rows, seq_lens int32 [R]; cu_seqlens_q int32 [R + 1] from `begin`.
+    """
+
+    begin: int
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+
+
+class GpuDecoder:
+    """All layers of one model over one KV cache."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        cache: KvMemory,
+        block_tables: torch.Tensor,
+        token_table: torch.Tensor,
+        linears: Linears,
+    ) -> None:
+        self.spec = spec
+        self._weights = weights
+        self._cache = cache
+        self._block_tables = block_tables
+        self._token_table = token_table
+        self.linears = linears
+        device = token_table.device
+        cos, sin = rope_tables(
+            spec.head_dim,
+            spec.max_model_len,
+            spec.rope.inverse_frequencies(spec.head_dim),
+        )
+        self._cos, self._sin = cos.to(device), sin.to(device)
+        self._scale = spec.head_dim**-0.5
+
+    def decode(self, a: Activations, work: DecodeWork, logits: torch.Tensor) -> None:
+        """One token per row: embeddings to logits float32 [B, V], for B rows of activations."""
+        self._embed(a, pdl=True)
+        if self.linears.is_fused(len(a.hidden)):
+            for index, layer in enumerate(self._weights.layers):
+                self._fused_layer(index, layer, a, work)
+            self.linears.fused(
+                logits, a.hidden, self._head(),
+                norm_weight=self._weights.final_norm, eps=self.spec.rms_norm_eps,
+            )  # fmt: skip
+            return
+        for index, layer in enumerate(self._weights.layers):
+            self._plain_layer(index, layer, a, work, None)
+        self._plain_head(a.normed, a.projected, a.hidden, logits)
+
+    def packed(
+        self,
+        a: Activations,
+        decode: DecodeWork | None,
+        prompts: PromptWork | None,
+        sample_tokens: torch.Tensor,
+        head: HeadBuffers,
+    ) -> torch.Tensor:
+        """Any step: T rows of activations -> logits float32 [S, V] of sample_tokens int32 [S]."""
+        self._embed(a, pdl=False)
+        for index, layer in enumerate(self._weights.layers):
+            self._plain_layer(index, layer, a, decode, prompts)
+        num_sampled = len(sample_tokens)
+        hidden, projected = head.hidden[:num_sampled], head.projected[:num_sampled]
+        logits = head.logits[:num_sampled]
+        if num_sampled:
+            gather_rows(a.hidden, sample_tokens, hidden)
+            gather_rows(a.projected, sample_tokens, projected)
+            self._plain_head(head.normed[:num_sampled], projected, hidden, logits)
+        return logits
+
+    # --- parts ---
+
+    def _head(self) -> torch.Tensor:
+        head = self._weights.lm_head
+        assert isinstance(head, torch.Tensor), type(head)
+        return head
+
+    def _embed(self, a: Activations, pdl: bool) -> None:
+        table = self._weights.embedding
+        assert isinstance(table, torch.Tensor), type(table)
+        embed(a.hidden, table, self._token_table, a.token_rows, a.positions, pdl=pdl)
+
+    def _fused_layer(
+        self, index: int, layer: LayerWeights, a: Activations, work: DecodeWork
+    ) -> None:
+        """Six launches, each prefetching its weights while the one before still runs."""
+        fused, eps = self.linears.fused, self.spec.rms_norm_eps
+        fused(
+            a.qkv, a.hidden, _dense(layer.qkv),
+            bias=layer.qkv_bias, norm_weight=layer.attn_norm, eps=eps,
+        )  # fmt: skip
+        self._rope(index, layer, a, pdl=True)
+        self._attend_decode(index, a, work, pdl=True)
+        fused(a.hidden, a.attended, _dense(layer.o), residual=a.hidden)
+        fused(a.gate_up, a.hidden, _dense(layer.gate_up), norm_weight=layer.mlp_norm, eps=eps)
+        fused(a.hidden, a.gate_up, _dense(layer.down), silu=True, residual=a.hidden)
+
+    def _plain_layer(
+        self,
+        index: int,
+        layer: LayerWeights,
+        a: Activations,
+        decode: DecodeWork | None,
+        prompts: PromptWork | None,
+    ) -> None:
+        """One layer with separate products; leaves the MLP's output in `projected`, not added."""
+        plain, eps = self.linears.plain, self.spec.rms_norm_eps
+        if index == 0:
+            rms_norm(a.normed, a.hidden, layer.attn_norm, eps)
+        else:
+            rms_norm(a.normed, a.projected, layer.attn_norm, eps, residual=a.hidden)
+        plain(a.qkv, a.normed, _dense(layer.qkv), layer.qkv_bias)
+        self._rope(index, layer, a, pdl=False)
+        if decode is not None:
+            self._attend_decode(index, a.first(len(decode.rows)), decode, pdl=False)
+        if prompts is not None:
+            self._attend_prompts(index, a, prompts)
+        plain(a.projected, a.attended, _dense(layer.o), None)
+        rms_norm(a.normed, a.projected, layer.mlp_norm, eps, residual=a.hidden)
+        plain(a.gate_up, a.normed, _dense(layer.gate_up), None)
+        silu_mul(a.gated, a.gate_up)
+        plain(a.projected, a.gated, _dense(layer.down), None)
+
+    def _plain_head(
+        self,
+        normed: torch.Tensor,
+        projected: torch.Tensor,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> None:
+        rms_norm(
+            normed, projected, self._weights.final_norm, self.spec.rms_norm_eps, residual=hidden
+        )
+        self.linears.plain(logits, normed, self._head(), None)
+
+    def _rope(self, index: int, layer: LayerWeights, a: Activations, pdl: bool) -> None:
+        k_cache, v_cache = self._cache.layer(index)
+        rope_kv_write(
+            a.qkv, k_cache, v_cache, self._cos, self._sin, a.positions, a.slots,
+            self.spec.num_heads,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, eps=self.spec.rms_norm_eps, pdl=pdl,
+        )  # fmt: skip
+
+    def _queries(self, a: Activations) -> torch.Tensor:
+        q = a.qkv[:, : self.spec.q_size]
+        return q.view(len(q), self.spec.num_heads, self.spec.head_dim)
+
+    def _attend_decode(self, index: int, a: Activations, work: DecodeWork, pdl: bool) -> None:
+        window = self.spec.windows[index]
+        plan, workspace = work.plans[window]
+        k_cache, v_cache = self._cache.layer(index)
+        paged_decode(
+            a.attended.view(len(a.attended), self.spec.num_heads, self.spec.head_dim),
+            self._queries(a), k_cache, v_cache, self._block_tables,
+            work.rows, work.seq_lens, plan, workspace, self._scale, window=window, pdl=pdl,
+        )  # fmt: skip
+
+    def _attend_prompts(self, index: int, a: Activations, work: PromptWork) -> None:
+        k_cache, v_cache = self._cache.layer(index)
+        attended = a.attended[work.begin :]
+        prefill_attention(
+            attended.view(len(attended), self.spec.num_heads, self.spec.head_dim),
+            self._queries(a)[work.begin :], k_cache, v_cache, self._block_tables,
+            work.rows, work.seq_lens, work.cu_seqlens_q, self._scale,
+            window=self.spec.windows[index],
+        )  # fmt: skip
+
+
+def _dense(matrix: object) -> torch.Tensor:
+    """The GPU holds dense matrices only."""
+    assert isinstance(matrix, torch.Tensor), type(matrix)
+    return matrix

@@ -1,0 +1,99 @@
+"""Steps with prompt chunks: packed on the host, sent in one piece, launched kernel by kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.gpu.activations import Activations
+from engine.gpu.decode_graph import SharedBuffers
+from engine.gpu.decoder import DecodeWork, GpuDecoder, PromptWork
+from engine.gpu.memory import StepLimits
+from engine.gpu.row_tables import RowTables
+from engine.gpu.staging import StepUpload
+from engine.plan import StepPlan
+from kernels.decode_plan import plan_decode
+from kernels.inputs import expand_inputs
+from kernels.sampler import sample
+from kernels.table_updates import apply_block_changes
+
+
+def upload_capacity(limits: StepLimits) -> int:
+    """int32 that the largest packed step sends."""
+    rows = limits.max_num_seqs
+    changes = limits.max_num_batched_tokens // limits.block_size + 2 * rows
+    cached = rows * limits.blocks_per_seq  # a prefix hit brings a row's whole table at once
+    return 3 * (changes + cached) + 6 * rows + 8
+
+
+class PackedSteps:
+    """Runs plans of any mix on the current stream."""
+
+    def __init__(
+        self, decoder: GpuDecoder, tables: RowTables, buffers: SharedBuffers, limits: StepLimits
+    ) -> None:
+        self._decoder = decoder
+        self._tables = tables
+        self._buffers = buffers
+        self._block_size = limits.block_size
+        device = tables.block_table.device
+        self._upload = StepUpload(upload_capacity(limits), device)
+        self._seq_lens = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
+
+    def run(self, plan: StepPlan, has_filters: bool) -> int:
+        """Launch the step; returns the number of sampled tokens now due in the out buffers."""
+        num_new = plan.num_new.astype(np.int32)
+        cu_seqlens = np.zeros(len(num_new) + 1, np.int32)
+        np.cumsum(num_new, out=cu_seqlens[1:])
+        sampled = np.flatnonzero(plan.sample)
+        sends = (
+            np.concatenate([plan.block_rows, plan.block_cols, plan.block_ids]),
+            plan.rows,
+            plan.num_computed,
+            cu_seqlens,
+            cu_seqlens[plan.num_decode :] - cu_seqlens[plan.num_decode],
+            cu_seqlens[1:][sampled] - 1,
+            plan.rows[sampled],
+            (plan.num_computed + num_new)[sampled],
+        )
+        changes, rows, num_computed, cu, cu_prompt, sample_tokens, sample_rows, positions = (
+            self._upload.send(sends)
+        )
+        apply_block_changes(changes.view(3, -1), self._tables.block_table)
+        a = self._buffers.activations.first(int(cu_seqlens[-1]))
+        seq_lens = self._seq_lens[: len(rows)]
+        expand_inputs(
+            a.token_rows, a.positions, a.slots, seq_lens,
+            rows, num_computed, cu, self._tables.block_table, self._block_size,
+        )  # fmt: skip
+        logits = self._layers(plan, a, rows, seq_lens, cu_prompt, sample_tokens)
+        num_sampled = len(sampled)
+        if num_sampled:
+            sample(
+                self._buffers.out_tokens[:num_sampled], self._buffers.out_bad[:num_sampled],
+                logits, sample_rows, positions,
+                self._tables.sampling, self._tables.token_table, self._buffers.sampler,
+                has_filters=has_filters,
+            )  # fmt: skip
+        return num_sampled
+
+    def _layers(
+        self,
+        plan: StepPlan,
+        a: Activations,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_prompt: torch.Tensor,
+        sample_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        num_decode = plan.num_decode
+        decode = prompts = None
+        if num_decode:
+            lens = seq_lens[:num_decode]
+            plans = self._buffers.attention.plans
+            for window, (work_list, _) in plans.items():
+                plan_decode(work_list, lens, self._decoder.spec.num_kv_heads, window=window)
+            decode = DecodeWork(rows[:num_decode], lens, plans)
+        if num_decode < len(rows):
+            prompts = PromptWork(num_decode, rows[num_decode:], seq_lens[num_decode:], cu_prompt)
+        return self._decoder.packed(a, decode, prompts, sample_tokens, self._buffers.head)

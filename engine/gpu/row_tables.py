@@ -1,0 +1,77 @@
+"""Per-row state on the device: token ids by position, block table, sampling settings.
+
+A request keeps its row from admission to its end, so all of this is written once; afterwards only
+block table entries change and the sampler adds tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.gpu.memory import StepLimits
+from engine.plan import NewRow
+from kernels.sampler import SamplingTables, new_sampling_tables
+
+
+class RowTables:
+    """Device tables indexed by row.
+
+    token_table int32 [rows, max_model_len + 1]; block_table int32 [rows, blocks per sequence];
+    sampling: the sampler's own tables. has_filters bool [rows], on the host: rows that need the
+    threshold search.
+    """
+
+    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+        rows = limits.max_num_seqs
+        columns = limits.max_model_len + 1
+        self.token_table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(
+            rows, limits.blocks_per_seq, dtype=torch.int32, device=device
+        )
+        self.sampling: SamplingTables = new_sampling_tables(rows, device)
+        self.has_filters = np.zeros(rows, dtype=np.bool_)
+
+    def take_over(self, new_rows: Sequence[NewRow]) -> None:
+        """Write the state of rows that got a new request, on the current stream."""
+        if not new_rows:
+            return
+        for new in new_rows:
+            ids = torch.from_numpy(np.array(new.token_ids, dtype=np.int32))
+            self.token_table[new.row, : len(ids)].copy_(_pinned(ids), non_blocking=True)
+        rows = self._upload(torch.tensor([new.row for new in new_rows]))
+        for name, values in _sampling_columns(new_rows, self.sampling.stop_ids.shape[1]).items():
+            table: torch.Tensor = getattr(self.sampling, name)
+            table.index_copy_(0, rows, self._upload(values.to(table.dtype)))
+        for new in new_rows:
+            s = new.sampling
+            narrows = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
+            self.has_filters[new.row] = narrows and s.temperature > 0.0
+
+    def _upload(self, values: torch.Tensor) -> torch.Tensor:
+        return _pinned(values).to(self.token_table.device, non_blocking=True)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A pinned copy; torch's caching allocator keeps it until the stream is past the transfer."""
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
+def _sampling_columns(new_rows: Sequence[NewRow], max_stop_ids: int) -> dict[str, torch.Tensor]:
+    """`SamplingTables` field -> one value per new row."""
+    stop_ids = np.full((len(new_rows), max_stop_ids), -1, dtype=np.int32)
+    for index, new in enumerate(new_rows):
+        held_back = new.stop_token_ids[:max_stop_ids]
+        stop_ids[index, : len(held_back)] = held_back
+    seeds = np.array([new.sampling.seed for new in new_rows], dtype=np.uint64).view(np.int64)
+    return {
+        "temperature": torch.tensor([new.sampling.temperature for new in new_rows]),
+        "top_k": torch.tensor([new.sampling.top_k for new in new_rows]),
+        "top_p": torch.tensor([new.sampling.top_p for new in new_rows]),
+        "min_p": torch.tensor([new.sampling.min_p for new in new_rows]),
+        "seed": torch.from_numpy(seeds),
+        "min_position": torch.tensor([new.min_position for new in new_rows]),
+        "stop_ids": torch.from_numpy(stop_ids),
+    }

@@ -1,0 +1,127 @@
+"""The GPU runner: plans in, tokens out, one step behind.
+
+`launch` only enqueues: rows that are new, one small upload, a graph (decode steps) or the packed
+step, and the copy of the sampled tokens to pinned memory. `collect` waits for the oldest of these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.errors import PlanError
+from engine.gpu.decode_graph import GraphCache, SharedBuffers
+from engine.gpu.decoder import GpuDecoder
+from engine.gpu.memory import StepLimits
+from engine.gpu.packed_step import PackedSteps
+from engine.gpu.row_tables import RowTables
+from engine.gpu.staging import NUM_SLOTS, PinnedRing
+from engine.plan import RunnerInfo, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step: where its tokens will be on the host, and when."""
+
+    step_id: int
+    num_sampled: int
+    slot: int
+    done: torch.cuda.Event
+
+
+class GpuRunner:
+    """Implements `engine.plan.Runner` on one CUDA device."""
+
+    is_async = True
+
+    def __init__(
+        self,
+        info: RunnerInfo,
+        decoder: GpuDecoder,
+        tables: RowTables,
+        buffers: SharedBuffers,
+        graphs: GraphCache | None,
+        limits: StepLimits,
+    ) -> None:
+        self.info = info
+        self._tables = tables
+        self._buffers = buffers
+        self._graphs = graphs
+        self._packed = PackedSteps(decoder, tables, buffers, limits)
+        self._uploads = PinnedRing(6 * limits.max_num_seqs)
+        rows = limits.max_num_seqs
+        self._out_tokens = [_pinned(rows, torch.int32) for _ in range(NUM_SLOTS)]
+        self._out_bad = [_pinned(rows, torch.int8) for _ in range(NUM_SLOTS)]
+        self._events = [_new_event() for _ in range(NUM_SLOTS)]
+        self._next_slot = 0
+        self._flights: deque[_Flight] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Enqueue one step. Raises PlanError when two are in flight already."""
+        if len(self._flights) > NUM_SLOTS - 2:
+            raise PlanError(f"step {plan.step_id} launched with {len(self._flights)} in flight")
+        self._tables.take_over(plan.new_rows)
+        has_filters = bool(self._tables.has_filters[plan.rows[plan.sample]].any())
+        num_rows = len(plan.rows)
+        is_decode = plan.num_decode == num_rows and len(plan.block_rows) <= num_rows
+        if is_decode and self._graphs is not None:
+            graph = self._graphs.get(num_rows, has_filters)
+            if len(plan.block_rows) <= graph.size:
+                host, array = self._uploads.take()
+                graph.fill(plan, array)
+                graph.replay(host)
+                num_sampled = num_rows
+            else:
+                num_sampled = self._packed.run(plan, has_filters)
+        else:
+            num_sampled = self._packed.run(plan, has_filters)
+        self._hand_over(plan.step_id, num_sampled)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight."""
+        flight = self._flights.popleft()
+        flight.done.synchronize()
+        num = flight.num_sampled
+        return StepResult(
+            flight.step_id,
+            self._out_tokens[flight.slot].numpy()[:num].copy(),
+            self._out_bad[flight.slot].numpy()[:num].astype(np.bool_),
+        )
+
+    def prepare_one(self) -> bool:
+        """Capture one graph that is still missing; False if there is none. For idle moments."""
+        if self._graphs is None:
+            return False
+        missing = self._graphs.missing()
+        if not missing or self._flights:
+            return False
+        self._graphs.get(missing[0], has_filters=False)
+        return len(missing) > 1
+
+    def close(self) -> None:
+        """Wait for the device; memory goes with the objects."""
+        torch.cuda.synchronize()
+
+    def _hand_over(self, step_id: int, num_sampled: int) -> None:
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % NUM_SLOTS
+        out = self._buffers
+        if num_sampled:
+            self._out_tokens[slot][:num_sampled].copy_(
+                out.out_tokens[:num_sampled], non_blocking=True
+            )
+            self._out_bad[slot][:num_sampled].copy_(out.out_bad[:num_sampled], non_blocking=True)
+        done = self._events[slot]
+        done.record()
+        self._flights.append(_Flight(step_id, num_sampled, slot, done))
+
+
+def _pinned(length: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(length, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
