@@ -263,7 +263,8 @@ class Pickup:
 
     def _begin(self, job: Job, verdict: str, crashes: int, left_ms: int | None) -> None:
         state = self._state
-        log.info("job.taken", job=job.id, attempt=job.attempt, crashes=crashes, verdict=verdict)
+        say = log.info if job.attempt > 1 else log.debug
+        say("job.taken", job=job.id, attempt=job.attempt, crashes=crashes, verdict=verdict)
         if verdict == "dead":
             died = f"the worker died {crashes} times while it ran this job"
             self._fail(job, Poisoned(died), dead=True)
