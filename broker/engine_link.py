@@ -33,7 +33,7 @@ from broker.link_messages import (
     Steps,
 )
 from broker.messages import Address
-from broker.ring.errors import LinkError, RecordTooLarge
+from broker.ring.errors import LinkError, RecordTooLarge, RingCorrupt
 from broker.ring.link import BrokerLink, LinkListener
 from broker.ring.records import (
     Kind,
@@ -184,7 +184,13 @@ class EngineLink(Actor):
         if link is None:
             return
         link.events.finish_wait()
-        self._deliver(link.events.read_batch(BATCH_RECORDS))
+        try:
+            records = link.events.read_batch(BATCH_RECORDS)
+        except RingCorrupt as error:
+            log.error("ring.corrupt", error=str(error))
+            self._lose_engine(drain=False)
+            return
+        self._deliver(records)
         if not link.events.prepare_wait() and not self._is_reading:
             self._is_reading = True
             self._loop.call_soon(self._read_again)
@@ -218,12 +224,12 @@ class EngineLink(Actor):
         else:
             raise ValueError(f"unknown record kind {kind} from the engine")
 
-    def _lose_engine(self) -> None:
-        """Take what the dead engine had published, then tell."""
+    def _lose_engine(self, drain: bool = True) -> None:
+        """Take what the dead engine had published (drain), then tell."""
         link = self._link
         if link is None:
             return
-        while records := link.events.read_batch(BATCH_RECORDS):
+        while drain and (records := link.events.read_batch(BATCH_RECORDS)):
             self._deliver(records)
         pid = self._engine_pid
         self._drop_link()
@@ -252,9 +258,10 @@ class EngineLink(Actor):
 
 
 def _engine_up(info: dict[str, Any], pid: int) -> EngineUp:
+    cache_tokens = int(info["num_blocks"]) * int(info["block_size"])
     return EngineUp(
         vocab_size=int(info["vocab_size"]),
-        max_model_len=int(info["max_model_len"]),
+        max_model_len=min(int(info["max_model_len"]), cache_tokens),
         max_num_seqs=int(info["max_num_seqs"]),
         eos_token_ids=tuple(int(i) for i in info.get("eos_token_ids", ())),
         pid=int(info.get("pid", pid)),

@@ -46,6 +46,7 @@ from broker.messages import (
 )
 from broker.queue import FairQueue
 from broker.ring.records import Finish
+from broker.text.prepare import prompt_field
 from broker.text.vocabulary import Vocabulary
 from tokenbus.errors import (
     Busy,
@@ -253,8 +254,9 @@ class LedgerActor(Actor):
         reject = message.reject
         job = self._runs.ended(reject.rid)
         if job is not None:
-            error = from_wire(reject.code, reject.message, field=reject.field)
-            self._end(job, job.failed(error))
+            names = {"prompt_ids": prompt_field(job.prepared.request), "prefix_ids": "have"}
+            field = names.get(reject.field, reject.field)
+            self._end(job, job.failed(from_wire(reject.code, reject.message, field=field)))
 
     def _on_stats(self, message: EngineStats) -> None:
         self._reports.progress += 1

@@ -53,7 +53,7 @@ def resolve(
     request: JobRequest, prompt_ids: IntArray, model: TextModel, limits: Limits, context: object
 ) -> Prepared:
     """Check ids and lengths, fill in defaults. Raises a TokenbusError naming the field."""
-    field = _prompt_field(request)
+    field = prompt_field(request)
     _check_ids(field, prompt_ids, limits.vocab_size)
     _check_ids("stop_token_ids", request.params.stop_token_ids, limits.vocab_size)
     _check_ids("have", request.have, limits.vocab_size)
@@ -89,7 +89,8 @@ def check_model(request: JobRequest, model_name: str) -> None:
         raise UnknownModel(message, field="model")
 
 
-def _prompt_field(request: JobRequest) -> str:
+def prompt_field(request: JobRequest) -> str:
+    """Which of the three prompt fields the request uses."""
     if request.prompt is not None:
         return "prompt"
     return "messages" if request.messages is not None else "input_ids"

@@ -149,7 +149,4 @@ async def running(worker: Worker) -> AsyncIterator[Worker]:
         await worker.wait_for("ready")
         yield worker
     finally:
-        for process in (worker.broker, worker.engine):
-            if process is not None and process.returncode is None:
-                process.terminate()
         await worker.stop()
