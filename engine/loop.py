@@ -13,12 +13,12 @@ import gc
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
-import structlog
 
 from broker.ring import records
 from broker.ring.records import Kind, StepEvents
@@ -29,12 +29,13 @@ from engine.stats import StepStats
 
 STATS_INTERVAL_S = 1.0
 INTEGRITY_INTERVAL_S = 30.0
+FINAL_WAIT_S = 0.2  # for room in a full ring, when the loop ends
 MAX_RECORDS_PER_STEP = 256
 GC_ALLOCATIONS = (
     200_000  # container objects gained without an idle moment before a collection is forced
 )
 
-log = structlog.get_logger()
+_SUBMIT, _STEP = int(Kind.SUBMIT), int(Kind.STEP)
 
 
 class RequestSource(Protocol):
@@ -82,7 +83,12 @@ class EngineLoop:
         self.scheduler = scheduler
         self.stats = StepStats()
         self._is_async = runner.is_async
-        self._outbox: deque[tuple[Kind, bytes]] = deque()
+        self._on_rids: dict[int, Callable[[int], None]] = {
+            Kind.ABORT: scheduler.abort,
+            Kind.PAUSE: scheduler.pause,
+            Kind.RESUME: scheduler.resume,
+        }
+        self._outbox: deque[tuple[int, bytes]] = deque()
         self._launched_ns: deque[int] = deque()
         self._is_stopping = False
         self._is_shut_down = False
@@ -109,6 +115,9 @@ class EngineLoop:
             self._report(sink)
         while self.scheduler.num_in_flight:
             self._publish(self._collect(), sink)
+        if not self._flush(sink):
+            sink.wait_room(len(self._outbox[0][1]), FINAL_WAIT_S)
+            self._flush(sink)
         return LoopEnd.SHUTDOWN if self._is_shut_down else LoopEnd.STOPPED
 
     def step(self, source: RequestSource, sink: EventSink) -> bool:
@@ -154,18 +163,14 @@ class EngineLoop:
         """Apply the records that came since the last pass, in order."""
         scheduler = self.scheduler
         for kind, payload in source.read(MAX_RECORDS_PER_STEP):
-            if kind == Kind.SUBMIT:
+            if kind == _SUBMIT:
                 reject = scheduler.submit(records.decode_submit(payload))
                 if reject is not None:
                     self._outbox.append((Kind.REJECT, records.encode_reject(reject)))
             elif kind == Kind.SHUTDOWN:
                 self._is_shut_down = True
             else:
-                apply = {
-                    Kind.ABORT: scheduler.abort,
-                    Kind.PAUSE: scheduler.pause,
-                    Kind.RESUME: scheduler.resume,
-                }.get(Kind(kind))
+                apply = self._on_rids.get(kind)
                 if apply is None:
                     raise records.RecordError(f"record kind {kind} came from the broker")
                 for rid in records.decode_rids(payload):
@@ -190,7 +195,7 @@ class EngineLoop:
         ends = self.scheduler.take_ends()
         if outcome is not None or ends:
             events = self._make_events(outcome, ends)
-            self._outbox.append((Kind.STEP, records.encode_step(events)))
+            self._outbox.append((_STEP, records.encode_step(events)))
         elif not self._outbox:
             return False
         self._flush(sink)

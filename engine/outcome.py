@@ -15,6 +15,7 @@ from engine.prefix import distrust_row, register_next_blocks
 from engine.residency import Residency
 from engine.rows import STOP_WIDTH, RowIndex
 
+_STOP, _LENGTH, _ERROR = int(Finish.STOP), int(Finish.LENGTH), int(Finish.ERROR)
 _REGISTER_PER_STEP = 32  # rows that enter a full output block into the prefix cache in one step
 
 
@@ -56,7 +57,7 @@ def take_tokens(flight: Flight, result: StepResult, residency: Residency) -> Out
     position = t.known[rows]
     finish = _find_ends(residency, rows, token_ids, position)
     if np.count_nonzero(bad):
-        finish[bad] = Finish.ERROR
+        finish[bad] = _ERROR
         token_ids = np.where(bad, np.int32(-1), token_ids)
         for row in rows[bad].tolist():
             distrust_row(t, residency.blocks, row)
@@ -91,17 +92,17 @@ def _find_ends(
     """uint8 [S]: how each of these tokens ends its run, if it does."""
     t = residency.rows
     finish = np.zeros(len(rows), np.uint8)
-    finish[position + 1 >= t.limit[rows]] = Finish.LENGTH
+    finish[position + 1 >= t.limit[rows]] = _LENGTH
     for column in t.stop_ids[: min(t.max_stop_ids, STOP_WIDTH)]:
         stops = column[rows] == token_ids
         if np.count_nonzero(stops):
-            finish[stops & (position >= t.min_position[rows])] = Finish.STOP
+            finish[stops & (position >= t.min_position[rows])] = _STOP
     if t.many_stop_ids:
         for i, row in enumerate(rows.tolist()):
             if int(token_ids[i]) in t.many_stop_ids.get(row, ()) and (
                 position[i] >= t.min_position[row]
             ):
-                finish[i] = Finish.STOP
+                finish[i] = _STOP
     return finish
 
 

@@ -24,11 +24,10 @@ from engine.block_manager import BlockManager, Match
 from engine.errors import IntegrityError
 from engine.plan import IntArray, NewRow
 from engine.prefix import register_full_blocks
-from engine.request import ARRIVAL_BITS, Request, WaitingQueue, without_row
+from engine.request import Request, WaitingQueue, without_row
 from engine.rows import Phase, RowIndex, RowTable
 
 _SOLO_RANK = 1 << 60
-_PAUSED_RANK = 1 << 61
 _NOBODY = 1 << 62
 
 
@@ -128,8 +127,10 @@ class Residency:
         t = self.rows
         if any(t.ended[row] or t.losing_row[row] for row in self.closing):
             return False
-        yielding = self._yields_to(head.order) & (t.phase != Phase.FREE) & (t.phase != Phase.FULL)
-        victim = self._last_of(yielding & ~t.ended)
+        yielding = (
+            self.rows.yields_to(head.order) & (t.phase != Phase.FREE) & (t.phase != Phase.FULL)
+        )
+        victim = self.rows.last_of(yielding & ~t.ended)
         if victim is None:
             return False
         t.losing_row[victim] = True
@@ -142,7 +143,7 @@ class Residency:
         """
         t, blocks = self.rows, self.blocks
         match, num_new = self._lookup(row)
-        yielding = self._yields_to(int(t.order[row]))
+        yielding = self.rows.yields_to(int(t.order[row]))
         num_growing = int(np.count_nonzero(t.decodable & ~yielding))
         wanted = num_new + blocks.count_free(match.blocks) + num_growing
         if wanted > blocks.num_free:
@@ -178,13 +179,15 @@ class Residency:
         once.
         """
         blocks = self.blocks
-        yielding = yielding & self._holders()
+        yielding = yielding & self.rows.holders()
+        if not self.closing and not np.count_nonzero(yielding):
+            return False
         owners = {*self.closing, *np.flatnonzero(yielding).tolist()}
         tables = [self.rows.blocks_of(row) for row in owners]
         if blocks.num_free + blocks.count_reclaimable(tables) < wanted:
             return False
         while blocks.num_free + self.count_promised() < wanted:
-            victim = self._last_of(yielding)
+            victim = self.rows.last_of(yielding)
             if victim is None:
                 return False
             yielding[victim] = False
@@ -218,7 +221,7 @@ class Residency:
         while self.blocks.num_free == 0:
             if self.count_promised() > num_claimed:
                 return 1
-            victim = self._last_of(self._holders())
+            victim = self.rows.last_of(self.rows.holders())
             if victim is None:
                 raise IntegrityError(f"no block is free and no row holds one, wanted by row {row}")
             self.preempt(victim)
@@ -292,28 +295,6 @@ class Residency:
         t = self.rows
         last = np.flatnonzero(t.phase == Phase.FULL).tolist()
         return self.blocks.count_reclaimable([t.blocks_of(r) for r in {*self.closing, *last}])
-
-    def _holders(self) -> npt.NDArray[np.bool_]:
-        """bool [rows]: rows with KV that may be preempted."""
-        t = self.rows
-        holders: npt.NDArray[np.bool_] = (t.num_blocks > 0) & (t.phase != Phase.FULL)
-        return holders & ~t.losing_kv & ~t.ended
-
-    def _yields_to(self, order: int) -> npt.NDArray[np.bool_]:
-        """bool [rows]: rows that give way to a run of this order that wants to enter."""
-        t = self.rows
-        yielding: npt.NDArray[np.bool_] = t.paused | (
-            t.order >> ARRIVAL_BITS > order >> ARRIVAL_BITS
-        )
-        return yielding
-
-    def _last_of(self, choice: npt.NDArray[np.bool_]) -> int | None:
-        """The chosen row that comes last in the order, paused rows after all others."""
-        t = self.rows
-        rows = np.flatnonzero(choice)
-        if len(rows) == 0:
-            return None
-        return int(rows[np.argmax(t.order[rows] + _PAUSED_RANK * t.paused[rows])])
 
 
 _NONE: IntArray = np.zeros(0, np.int32)

@@ -17,6 +17,7 @@ import numpy as np
 from broker.ring.records import Finish, Reject, Submit
 from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
+from engine.integrity import check_books
 from engine.outcome import Flight, Outcome, take_tokens
 from engine.plan import IntArray, RunnerInfo, StepPlan, StepResult
 from engine.prefix import register_full_blocks
@@ -163,22 +164,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Check the books of blocks and rows. Raises IntegrityError naming the first difference."""
-        t = self.rows
-        seated = [row for row in range(t.num_rows) if t.requests[row] is not None]
-        self.blocks.check_integrity([t.blocks_of(row) for row in seated])
-        live = {row for row in seated if not t.ended[row]}
-        if set(t.row_of.values()) != live or len(seated) + t.num_free != t.num_rows:
-            raise IntegrityError(
-                f"{len(live)} live rows, {len(t.row_of)} named, {t.num_free} free of {t.num_rows}"
-            )
-        in_flight = np.zeros(t.num_rows, np.int32)
-        for flight in self._flights:
-            in_flight[flight.plan.rows] += 1
-        if (in_flight != t.in_flight).any():
-            raise IntegrityError("in-flight counts of the rows differ from the steps in flight")
-        stuck = t.ended & (t.in_flight == 0)
-        if stuck.any():
-            raise IntegrityError(f"row {int(np.flatnonzero(stuck)[0])} ended and was not freed")
+        check_books(self.rows, self.blocks, self._flights)
 
     # --- planning ---
 

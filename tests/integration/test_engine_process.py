@@ -200,8 +200,19 @@ def test_a_configuration_that_cannot_be_used_is_named(tmp_path: Path, text: str,
     )
     link = listener.accept(TIMEOUT_S) if text == "{}" else None
     _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == (1 if text == "{}" else 2)
+    assert process.returncode == (3 if text == "{}" else 2)
     assert word in errors
     if link is not None:
         link.close()
     listener.close()
+
+
+def test_a_fake_model_needs_no_torch_and_no_socket_libraries() -> None:
+    code = (
+        "import sys, engine.__main__, engine.fake_runner; "
+        "print(sorted({'torch', 'zmq', 'redis', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -417,3 +417,17 @@ def test_a_half_computed_prompt_that_loses_its_kv_to_a_better_one_starts_again(
     harness.run()
     assert harness.tokens[2] == undisturbed(high)
     assert harness.tokens[1] == undisturbed(low)
+
+
+def test_a_paused_run_loses_its_kv_before_any_running_one() -> None:
+    harness = Harness(make_runner(num_blocks=9, budget=64))
+    runs = [harness.submit(rid, [rid] * 8, 16) for rid in (1, 2, 3)]
+    harness.step()
+    harness.scheduler.pause(1)
+    harness.run(until=lambda: harness.scheduler.preemptions > 0)
+    rows = harness.scheduler.rows
+    assert rows.num_blocks[rows.row_of[1]] == 0, "first in the order, but paused"
+    assert rows.num_blocks[rows.row_of[3]] > 0
+    harness.scheduler.resume(1)
+    harness.run()
+    assert [harness.tokens[run.rid] for run in runs] == [undisturbed(run) for run in runs]
