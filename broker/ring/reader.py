@@ -86,7 +86,7 @@ class RingReader:
         records before it have been returned by earlier calls.
         """
         counters = self._counters
-        pos = first = self._pos
+        pos = taken = self._pos
         available = (counters[WRITE_POS_AT] - pos) & U64_MASK
         if not available:
             return []
@@ -96,26 +96,28 @@ class RingReader:
         while available and is_sound and len(records) < max_records:
             at = pos & mask
             if capacity - at < HEADER_BYTES:
-                size = capacity - at
-            else:
-                stamp, length, kind, crc = HEADER.unpack_from(data, at)
-                size = (length + HEADER_BYTES + 7) & ~7
-                if stamp != pos or size > available or size > capacity - at:
-                    is_sound = False
-                    break
-                at += HEADER_BYTES
-                payload = data[at : at + length].tobytes() if kind else b""
-                if crc32(payload, crc32(CHECKED.pack(stamp, length, kind))) != crc:
-                    is_sound = False
-                    break
-                if kind:
-                    records.append((kind, payload))
+                pos = (pos + capacity - at) & U64_MASK
+                available -= capacity - at
+                continue
+            stamp, length, kind, crc = HEADER.unpack_from(data, at)
+            size = (length + HEADER_BYTES + 7) & ~7
+            is_sound = stamp == pos and size <= available and size <= capacity - at
+            if not is_sound:
+                break
+            at += HEADER_BYTES
+            payload = data[at : at + length].tobytes() if kind else b""
+            is_sound = crc32(payload, crc32(CHECKED.pack(stamp, length, kind))) == crc
+            if not is_sound:
+                break
             pos = (pos + size) & U64_MASK
             available -= size
-        if pos != first:
-            self._advance(pos)
+            if kind:
+                records.append((kind, payload))
+                taken = pos  # a skip is only passed together with the record after it
+        if records:
+            self._advance(taken)
         elif not is_sound:
-            self._note_mismatch()
+            self._note_mismatch(pos)
         return records
 
     def has_records(self) -> bool:
@@ -167,17 +169,17 @@ class RingReader:
         if ticket & 1:
             self._waker.wake(ticket)
 
-    def _note_mismatch(self) -> None:
-        """The record at the read position fails its checks: not visible yet, or never to be."""
+    def _note_mismatch(self, pos: int) -> None:
+        """The next record, at `pos`, fails its checks: not visible yet, or never to be."""
         now_s = time.monotonic()
         if not self._bad_looks:
             self._bad_since_s = now_s
         self._bad_looks += 1
         bad_for_s = now_s - self._bad_since_s
         if self._bad_looks >= CORRUPT_AFTER_LOOKS and bad_for_s >= self._corrupt_after_s:
-            at = self._pos & self._mask
+            at = pos & self._mask
             raise RingCorrupt(
-                f"record at position {self._pos} (byte {at} of {self._capacity}) failed its stamp "
+                f"record at position {pos} (byte {at} of {self._capacity}) failed its stamp "
                 f"or CRC check {self._bad_looks} times in {bad_for_s:.3f} s; write position "
                 f"{self._counters[WRITE_POS_AT]}, header {self._data[at : at + 20].hex()}"
             )
