@@ -93,6 +93,7 @@ class EngineLoop:
         self._is_stopping = False
         self._is_shut_down = False
         self._last_step_id = 0
+        self._step_us = 0  # of the step collected last
         self._stats_due_s = 0.0
         self._integrity_due_s = 0.0
         self._was_busy = False
@@ -184,7 +185,9 @@ class EngineLoop:
 
     def _collect(self) -> Outcome:
         """Wait for the oldest step in flight and take in its tokens."""
-        outcome = self.scheduler.complete(self.runner.collect())
+        result = self.runner.collect()
+        self._step_us = (time.monotonic_ns() - self._launched_ns.popleft()) // 1000
+        outcome = self.scheduler.complete(result)
         self.stats.add_outcome(outcome)
         return outcome
 
@@ -209,12 +212,10 @@ class EngineLoop:
         """
         scheduler = self.scheduler
         now_ns = time.monotonic_ns()
-        step_us = 0
+        step_us = self._step_us if outcome is not None else 0
         if outcome is None:
             outcome = _nothing(self._last_step_id)
-        else:
-            step_us = (now_ns - self._launched_ns.popleft()) // 1000
-            self._last_step_id = outcome.step_id
+        self._last_step_id = outcome.step_id
         rids, token_ids, finish = outcome.rids, outcome.token_ids, outcome.finish
         if ends:
             num_ends = len(ends)

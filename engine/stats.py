@@ -6,10 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import structlog
+
 from engine.outcome import Outcome
 from engine.scheduler import Scheduler
 
 PHASES = ("intake", "schedule", "launch", "collect", "publish")
+
+log = structlog.get_logger()
 
 
 class StepStats:
@@ -21,6 +25,7 @@ class StepStats:
         self.num_sampled_tokens = 0
         self.gc_ms = 0.0
         self._reported_steps = 0
+        self._reported_preemptions = 0
         self._phase_ns = [0] * len(PHASES)
         self._longest_ns = 0
 
@@ -44,6 +49,14 @@ class StepStats:
         interval in microseconds.
         """
         num_steps = self.num_steps - self._reported_steps
+        if scheduler.preemptions > self._reported_preemptions:
+            log.info(
+                "kv.exhausted",
+                preemptions=scheduler.preemptions - self._reported_preemptions,
+                running=scheduler.num_running,
+                total_blocks=scheduler.blocks.num_blocks,
+            )
+            self._reported_preemptions = scheduler.preemptions
         report: dict[str, Any] = {
             f"{phase}_us": round(total_ns / 1e3 / max(num_steps, 1), 1)
             for phase, total_ns in zip(PHASES, self._phase_ns, strict=True)
