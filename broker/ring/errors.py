@@ -52,3 +52,7 @@ class LinkVersionMismatch(LinkError):
 
 class LinkPeerGone(LinkError):
     """The peer closed the connection, or died, before the rings were joined."""
+
+
+class LinkNoResources(LinkError):
+    """The system gave no memory or no descriptor for another pair of rings."""

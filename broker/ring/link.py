@@ -15,6 +15,7 @@ rings when it ends, after reading what the dead peer had still published.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -28,6 +29,7 @@ from typing import Final, Self
 
 from broker.ring import handshake, layout, sockpath
 from broker.ring.errors import (
+    LinkNoResources,
     LinkPeerGone,
     LinkUnavailable,
     LinkVersionMismatch,
@@ -151,21 +153,24 @@ class LinkListener:
         """Take one connection, check it and hand it two fresh rings.
 
         timeout_s bounds the wait for a connection; its hello must follow within half a second.
-        Raises LinkUnavailable (nobody connected), LinkRefused, LinkVersionMismatch, LinkPeerGone;
-        the listener stays usable after each.
+        Raises LinkUnavailable (nobody connected), LinkRefused, LinkVersionMismatch, LinkPeerGone,
+        LinkNoResources; the listener stays usable after each.
         """
-        if not select.select([self._sock], [], [], timeout_s)[0]:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
             raise LinkUnavailable(f"no engine connected to {self.path} within {timeout_s} s")
         with ExitStack() as on_error:
-            sock, _ = self._sock.accept()
-            on_error.callback(sock.close)
-            handshake.check_user(sock)
-            sock.settimeout(HANDSHAKE_TIMEOUT_S)
             try:
-                hello = sock.recv(handshake.HELLO.size + 1)
-                self._check_hello(sock, hello)
+                sock, _ = self._sock.accept()
+                on_error.callback(sock.close)
+                handshake.check_user(sock)
+                sock.settimeout(HANDSHAKE_TIMEOUT_S)
+                self._check_hello(sock)
                 link = self._join(sock)
             except OSError as e:
+                if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    raise LinkNoResources(f"no rings for another engine: {e}") from e
                 raise LinkPeerGone(f"engine went away during the handshake: {e}") from e
             on_error.pop_all()
         sock.setblocking(False)
@@ -177,7 +182,8 @@ class LinkListener:
             self._sock.close()
             sockpath.unlink(self.path, self._inode)
 
-    def _check_hello(self, sock: socket.socket, hello: bytes) -> None:
+    def _check_hello(self, sock: socket.socket) -> None:
+        hello = sock.recv(handshake.HELLO.size + 1)
         try:
             handshake.check_hello(hello)
         except LinkVersionMismatch:
