@@ -20,7 +20,7 @@ from broker.app import run
 from broker.config import BrokerConfig
 from broker.gateway.security import InsecureBind
 from broker.log import configure_logging
-from broker.ring.errors import LinkError
+from broker.ring.errors import LinkError, RingLayoutError
 from tokenbus.errors import TokenbusError
 
 EXIT_CRASHED = 1  # the supervisor starts the broker again
@@ -40,10 +40,21 @@ def main() -> int:
     log = structlog.get_logger("broker")
     try:
         config = BrokerConfig.from_json(args.config.read_text())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.error("broker.cannot_start", config=str(args.config), error=repr(error))
+        return EXIT_BAD_SETTING
+    try:
         uvloop.run(run(config, args.status_fd))
     except ActorCrashed:
         return EXIT_CRASHED
-    except (InsecureBind, TokenbusError, LinkError, zmq.ZMQError, OSError, TypeError) as error:
+    except (
+        InsecureBind,
+        TokenbusError,
+        LinkError,
+        RingLayoutError,
+        zmq.ZMQError,
+        OSError,
+    ) as error:
         log.error("broker.cannot_start", error=f"{type(error).__name__}: {error}")
         return _exit_code(error)
     return 0

@@ -83,10 +83,12 @@ class ByteEncoder:
 
 
 def load_text_model(path: str, fake_vocab_size: int = 0) -> TextModel:
-    """The text side of a model. Raises Unsupported or OSError, naming what is missing."""
+    """The text side of a model. Raises Unsupported, naming what is missing or not known."""
     if fake_vocab_size > 0:
         return _fake(fake_vocab_size)
     location = Path(path)
+    if not location.exists():
+        raise Unsupported(f"{path}: no such file or directory", field="model")
     return _from_directory(location) if location.is_dir() else _from_gguf(location)
 
 
