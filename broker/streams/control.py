@@ -12,17 +12,25 @@ What this worker does not know is ignored: another may.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 
+from broker.streams.entries import flat
 from broker.streams.intake import BLOCK_MARGIN_S
 from broker.streams.lane import LinkLost, ReplyError
+from broker.streams.scripts import script
 from broker.streams.state import RETRY_S, DoorState
+from tokenbus.entries import event_to_entry
+from tokenbus.events import Done, Usage
+from tokenbus.keys import GROUP
 
 log = structlog.get_logger("broker.streams")
 
 MAX_ENTRIES = 256
+_ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}\Z")
 
 
 class Control:
@@ -35,6 +43,7 @@ class Control:
         self._on_released = on_released
         self._on_drain = on_drain
         self._last_id = ""
+        self._queued: list[str] = []  # jobs to cancel that may be in a jobs stream
 
     async def catch_up(self) -> None:
         """On a fresh connection: find the end of the stream, or the wishes that were missed.
@@ -76,17 +85,38 @@ class Control:
             for entry, fields in reply[0][1] if reply else []:
                 self._last_id = entry.decode()
                 self._obey(dict(zip(fields[::2], fields[1::2], strict=True)))
+            await self._cancel_queued()
 
     def _obey(self, fields: dict[bytes, bytes]) -> None:
         op = fields.get(b"op", b"")
         if op == b"cancel":
             job_id = fields.get(b"job", b"").decode(errors="replace")
             job = self._state.jobs.by_id(job_id)
-            for each in [job] if job else self._state.jobs.before_fence(job_id):
+            held = [job] if job else self._state.jobs.before_fence(job_id)
+            for each in held:
                 self._state.cancel(each)
+            if not held and _ENTRY_ID.match(job_id):
+                self._queued.append(job_id)
         elif op == b"released":
             if fields.get(b"worker") != self._state.worker.encode():
                 self._on_released()
         elif op == b"drain" and fields.get(b"worker") in (b"*", self._state.worker.encode()):
             log.info("drain.requested")
             self._on_drain()
+
+    async def _cancel_queued(self) -> None:
+        """End queued jobs at once instead of when their turn comes."""
+        jobs, self._queued = self._queued, []
+        state, keys = self._state, self._state.keys
+        done = Done("", 1, 0, "cancelled", "", Usage(), 0)
+        fields = flat(event_to_entry(done))
+        commands = [
+            script(
+                "cancel",
+                (keys.job(job), keys.out(job), keys.cancel(job), *state.streams),
+                (GROUP, job, state.redis.reply_ttl_ms, *fields),
+            )
+            for job in jobs
+        ]
+        with suppress(LinkLost):  # then the mark ends them when their turn comes
+            await state.link.run(commands)

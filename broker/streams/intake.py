@@ -36,7 +36,6 @@ class Reader:
         self._pickup = pickup
         self._on_no_group = on_no_group
         self._low_credit = 0.0
-        self._client_id = 0  # of the connection that blocks in a read, 0 while none does
         self.is_done = asyncio.Event()
 
     async def run(self) -> None:
@@ -62,8 +61,8 @@ class Reader:
     async def unblock(self) -> None:
         """Make a blocking read return now: a drain has begun."""
         self._state.may_read.set()
-        if self._client_id:
-            await self._state.link.run([("CLIENT", "UNBLOCK", self._client_id)])
+        if self._state.link.reader_id:
+            await self._state.link.run([("CLIENT", "UNBLOCK", self._state.link.reader_id)])
 
     async def _on_error(self, error: ReplyError) -> None:
         if error.is_no_group:
@@ -96,15 +95,11 @@ class Reader:
         state, lane = self._state, self._state.link.reader
         block_ms = state.redis.block_ms
         asked_at = state.now()
-        self._client_id = int(await lane.call("CLIENT", "ID"))
-        try:
-            reply: Reply = await lane.call(
-                *("XREADGROUP", "GROUP", GROUP, state.worker, "COUNT", 1, "BLOCK", block_ms),
-                *("STREAMS", *state.streams, ">", ">", ">"),
-                timeout_s=block_ms / 1000 + BLOCK_MARGIN_S,
-            )
-        finally:
-            self._client_id = 0
+        reply: Reply = await lane.call(
+            *("XREADGROUP", "GROUP", GROUP, state.worker, "COUNT", 1, "BLOCK", block_ms),
+            *("STREAMS", *state.streams, ">", ">", ">"),
+            timeout_s=block_ms / 1000 + BLOCK_MARGIN_S,
+        )
         for stream, entries in reply or []:
             for entry, fields in entries:
                 state.counters.read += 1

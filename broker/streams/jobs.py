@@ -192,6 +192,7 @@ class JobTable:
         if self._by_id.get(job.id) is job:
             del self._by_id[job.id]
         self.settle(job)
+        job.prepared = None  # which holds the job in its context
 
     def entries_of(self, stream: str) -> list[Job]:
         """Jobs that came from a stream."""

@@ -43,6 +43,7 @@ class Link:
     ) -> None:
         self.up = asyncio.Event()
         self.server_version = ""
+        self.reader_id = 0  # the server's number of the reader lane, to unblock it
         self._address = address
         self._slot_key = slot_key
         self._timeout_s = timeout_s
@@ -137,6 +138,8 @@ class Link:
         for reply in await self._lanes[0].run(load_commands()):
             if isinstance(reply, ReplyError):
                 raise reply
+        reader_id = (await self.reader.run([("CLIENT", "ID")]))[0]
+        self.reader_id = 0 if isinstance(reader_id, ReplyError) else int(reader_id)
         await self._on_up()
         self._was_up = True
         self.up.set()

@@ -79,14 +79,16 @@ class Pickup:
             self._reject(job, error)
             return
         # The stream an entry is in decides its priority.
-        job.request = replace(request, priority=PRIORITIES[state.streams.index(stream)])
+        priority = PRIORITIES[state.streams.index(stream)]
+        same = request.priority == priority
+        job.request = request if same else replace(request, priority=priority)
         self._prepare(job)
 
     def on_prepared(self, message: Prepared) -> None:
         """The prompt is tokenized: on to the fence."""
         job = message.context
         if isinstance(job, Job) and self._state.jobs.is_held(job) and job.stage is Stage.READ:
-            job.prepared = replace(message, context=None)
+            job.prepared = message
             self._fence_later(job)
 
     def on_prepare_failed(self, message: PrepareFailed) -> None:

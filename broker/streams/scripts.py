@@ -10,7 +10,7 @@ from importlib.resources import files
 
 NAMES = (
     *("take", "fence", "reject", "finish", "restore"),
-    *("renew", "claim", "release", "heartbeat", "leave"),
+    *("renew", "claim", "release", "cancel", "heartbeat", "leave"),
 )
 
 

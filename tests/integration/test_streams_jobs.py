@@ -9,9 +9,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from broker.streams.address import parse_redis_url
+from broker.streams.lane import Lane
+from broker.streams.scripts import SOURCES
 from tests.redis_servers import RedisServer
 from tests.streams_kit import Bus, open_bus, text_of, until
 from tokenbus.errors import Busy, EngineLost, TooLong
+from tokenbus.keys import GROUP
 
 
 @pytest.fixture
@@ -287,3 +291,34 @@ async def test_workers_show_themselves_and_take_their_line_away(bus: Bus) -> Non
     assert about["ready"] is True
     await worker.stop()
     assert bus.client.hgetall(bus.keys.workers) == {}
+
+
+async def test_a_queued_job_named_by_its_entry_is_cancelled_at_once(bus: Bus) -> None:
+    worker = await bus.worker(max_jobs=1)
+    running = bus.submit()
+    await until(lambda: running in worker.ledger.runs)
+    queued, named = bus.submit(), bus.submit(job="named")
+    cancel(bus, queued)
+    cancel(bus, named)
+    done = await until(lambda: bus.terminal(queued))
+    assert (done["reason"], bus.out(queued)[0][0]) == ("cancelled", "1-1")
+    assert bus.terminal(named) is None
+    worker.ledger.finish(running)
+    await until(lambda: bus.terminal(named))
+    assert len(worker.ledger.submits) == 1
+    for job in (running, queued, named):
+        bus.audit(job)
+    bus.audit_queue()
+
+
+async def test_large_entries_are_read_a_few_at_a_time(bus: Bus) -> None:
+    ids = json.dumps([7] * 1_000_000)  # 3 MB
+    for i in range(20):
+        bus.client.xadd(bus.keys.jobs(), {"input_ids": ids, "job": f"big{i}"})
+    lane = await Lane.connect(parse_redis_url(bus.server.url).seeds[0], 5.0)
+    streams = (bus.keys.jobs("high"), bus.keys.jobs(), bus.keys.jobs("low"))
+    for stream in streams:
+        await lane.call("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM")
+    taken = await lane.call("EVAL", SOURCES["take"], 3, *streams, GROUP, "w", 100, 0)
+    assert len(taken) == 16  # one page, then the limit of bytes
+    lane.close()

@@ -6,7 +6,7 @@
 --      5 idle time after which an own entry counts as unknown, ms  6... entry ids that we know
 -- Returns {{{entry id, fields, 1 if it was released}...}, number of deleted entries}.
 local stream, group, worker, max = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[4])
-local known, num_known, taken, deleted = {}, #ARGV - 5, {}, 0
+local known, num_known, taken, deleted, bytes = {}, #ARGV - 5, {}, 0, 0
 for i = 6, #ARGV do known[ARGV[i]] = true end
 
 local function take(entry, released)
@@ -15,13 +15,15 @@ local function take(entry, released)
   local got = redis.call('XRANGE', stream, entry, entry)[1]
   if got then
     taken[#taken + 1] = { entry, got[2], released }
+    bytes = bytes + size_of(got[2])
   else
     redis.call('XACK', stream, group, entry)  -- deleted or trimmed while it was pending
     deleted = deleted + 1
   end
 end
 
-for _, p in ipairs(redis.call('XPENDING', stream, group, '-', '+', max, '_released')) do
+local released = redis.call('XPENDING', stream, group, '-', '+', math.min(max, PAGE), '_released')
+for _, p in ipairs(released) do
   redis.call('XCLAIM', stream, group, worker, 0, p[1], 'JUSTID')
   take(p[1], 1)
 end
@@ -33,9 +35,9 @@ for _, p in ipairs(own) do
   if #taken < max then take(p[1], 0) end
 end
 local cursor = '0-0'
-while #taken < max do
+while #taken < max and bytes < MAX_BYTES do
   local got = redis.call('XAUTOCLAIM', stream, group, worker, ARGV[3], cursor, 'COUNT',
-    max - #taken, 'JUSTID')
+    math.min(max - #taken, PAGE), 'JUSTID')
   cursor = got[1]
   deleted = deleted + (got[3] and #got[3] or 0)  -- 7.0 and later acknowledge them themselves
   for _, entry in ipairs(got[2]) do take(entry, 0) end

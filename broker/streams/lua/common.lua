@@ -6,6 +6,15 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
+-- How much one answer to a worker may carry, and how many entries are looked at in one go.
+local MAX_BYTES, PAGE = 4194304, 16
+
+local function size_of(fields)
+  local size = 0
+  for i = 1, #fields do size = size + #fields[i] end
+  return size
+end
+
 -- Owner of a pending entry, or false.
 local function owner_of(stream, group, entry)
   local p = redis.call('XPENDING', stream, group, entry, entry, 1)
