@@ -120,7 +120,8 @@ def _line(model: str, r: dict[str, Any]) -> str:
     )
 
 
-def _case(text: str) -> tuple[int, int, int]:
+def parse_case(text: str) -> tuple[int, int, int]:
+    """`requests:input_len:output_len` -> three positive numbers."""
     parts = tuple(int(part) for part in text.split(":"))
     if len(parts) != 3 or min(parts) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: use requests:input_len:output_len")
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="tiny", help=f"path or one of {', '.join(SHAPES)}")
     parser.add_argument(
         "--case",
-        type=_case,
+        type=parse_case,
         nargs="+",
         default=[(1, 128, 64), (8, 128, 64)],
         metavar="REQUESTS:IN:OUT",

@@ -1,0 +1,144 @@
+"""Where the time of engine steps goes: host phases and kernels on one time line.
+
+`tokenbus profile --model qwen3-0.6b --case 8:1024:64 --steps 20 --trace trace.json`. The trace
+opens in chrome://tracing or Perfetto. Prints the kernels by total time, the share of the time in
+which the device had work, and one JSON object last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.loop import EngineLoop, freeze_heap
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import Scheduler
+from ops.bench.engine import parse_case
+from ops.bench.load import Recorder, Workload, drive
+from ops.bench.shapes import SHAPES, write_shape
+
+
+class MarkedRunner:
+    """A runner whose launches and collects are ranges on the profiler's time line."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.info = runner.info
+        self.is_async = runner.is_async
+
+    def launch(self, plan: StepPlan) -> None:
+        """Launch inside a named range."""
+        from torch.profiler import record_function
+
+        with record_function(f"launch rows={len(plan.rows)} tokens={int(plan.num_new.sum())}"):
+            self._runner.launch(plan)
+
+    def collect(self) -> StepResult:
+        """Collect inside a named range."""
+        from torch.profiler import record_function
+
+        with record_function("collect"):
+            result: StepResult = self._runner.collect()
+        return result
+
+    def close(self) -> None:
+        """Close the runner."""
+        self._runner.close()
+
+
+def profile_steps(
+    config: EngineConfig, case: tuple[int, int, int], num_steps: int, prompts: bool, trace: Path
+) -> dict[str, Any]:
+    """Profile num_steps steps of a workload: decode steps, or from the first prompt on."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from engine.build import build_runner
+
+    runner = MarkedRunner(build_runner(config))
+    loop = EngineLoop(runner, Scheduler(runner.info, False))
+    num_requests, input_len, output_len = case
+    load = Workload(num_requests, input_len, output_len, runner.info.vocab_size)
+    drive(loop, Workload(num_requests, input_len, 4, runner.info.vocab_size), first_rid=1 << 32)
+    freeze_heap()
+    recorder = Recorder()
+    recorder.due.extend((0, submit) for submit in load.submits(1))
+    while not prompts and len(recorder.tokens) < num_requests:
+        loop.step(recorder, recorder)
+    activities = [ProfilerActivity.CPU]
+    if config.device != "cpu":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for _ in range(num_steps):
+            loop.step(recorder, recorder)
+    profiler.export_chrome_trace(str(trace))
+    runner.close()
+    return summarize(json.loads(trace.read_text())["traceEvents"])
+
+
+def summarize(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Kernel time by name and the device's busy share, from a Chrome trace's events."""
+    total_us: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    spans = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            total_us[event["name"]] += event["dur"]
+            count[event["name"]] += 1
+            spans.append((event["ts"], event["ts"] + event["dur"]))
+    busy_us = end = 0.0
+    for begin, stop in sorted(spans):
+        busy_us += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    span_us = end - min(spans)[0] if spans else 0.0
+    kernels = [
+        {"name": name[:90], "us": round(us, 1), "calls": count[name]}
+        for name, us in sorted(total_us.items(), key=lambda item: -item[1])
+    ]
+    return {
+        "kernels": kernels,
+        "busy_us": round(busy_us, 1),
+        "span_us": round(span_us, 1),
+        "gpu_active_pct": round(100 * busy_us / span_us, 2) if span_us else 0.0,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Profile one case and print the summary."""
+    parser = argparse.ArgumentParser(prog="tokenbus profile", description=__doc__)
+    parser.add_argument("--model", default="tiny", help=f"path or one of {', '.join(SHAPES)}")
+    parser.add_argument("--case", type=parse_case, default=(8, 1024, 64), metavar="REQUESTS:IN:OUT")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", action="store_true", help="start at the first prompt chunk")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--max-model-len", type=int, default=0)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--trace", type=Path, default=Path("trace.json"))
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        is_shape = args.model in SHAPES
+        path = write_shape(args.model, Path(scratch)) if is_shape else Path(args.model)
+        config = EngineConfig(
+            model_path=str(path),
+            model_name=args.model,
+            device=args.device,
+            load_format="dummy" if is_shape else "auto",
+            max_model_len=args.max_model_len,
+            deterministic=args.deterministic,
+            enable_prefix_cache=False,
+        )
+        report = profile_steps(config, args.case, args.steps, args.prompts, args.trace)
+    for kernel in report["kernels"][:25]:
+        print(f"{kernel['us']:10.1f} us {kernel['calls']:6d} x  {kernel['name']}", file=sys.stderr)
+    print(f"device busy {report['gpu_active_pct']} %, trace in {args.trace}", file=sys.stderr)
+    print(json.dumps({"what": "profile", "model": args.model, "case": args.case, **report}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
