@@ -1,0 +1,218 @@
+"""The ZeroMQ part of the bus benchmark: latency of both directions, token events and jobs a second,
+memory of open streams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import zmq
+
+from broker.ring.link import EngineLink, connect_engine
+from broker.ring.records import (
+    Finish,
+    Kind,
+    StepEvents,
+    decode_submit,
+    encode_json,
+    encode_step,
+)
+from ops.bench.bus_worker import VOCAB_SIZE, BusWorker, cpu_s, rss_bytes
+from tokenbus.protocol import MessageType, decode, encode_trusted
+
+ANSWER_MS = 20_000
+
+
+class BenchClient:
+    """A DEALER with unlimited credit; blocks."""
+
+    def __init__(self, endpoint: str, name: str = "bench-client-0000000") -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, ANSWER_MS)
+        self.socket.connect(endpoint)
+        self.send(MessageType.HELLO, client=name, credit=1 << 40)
+        self.receive(MessageType.WELCOME)
+
+    def send(self, kind: MessageType, **body: object) -> None:
+        """One message."""
+        self.socket.send_multipart(encode_trusted(kind, body))
+
+    def receive(self, kind: MessageType) -> dict[str, Any]:
+        """The next message of this type; others are passed over."""
+        for got, body in self.messages():
+            if got is kind:
+                return body
+        raise RuntimeError("unreachable: messages() does not end")
+
+    def messages(self) -> Iterator[tuple[MessageType, dict[str, Any]]]:
+        """Everything that comes; PINGs are answered."""
+        while True:
+            message = decode(self.socket.recv_multipart())
+            if message.type is MessageType.PING:
+                self.send(MessageType.PONG, t=message.body["t"])
+            else:
+                yield message.type, message.body
+
+    def close(self) -> None:
+        """Free the socket."""
+        self.socket.close()
+        self._context.term()
+
+
+def measure_latency(num_jobs: int) -> dict[str, float]:
+    """One job at a time on an idle worker; the benchmark plays the engine, on the same clock.
+
+    submit: from the client's send to the SUBMIT record in the engine's hand. token: from the STEP
+    record's write to TOKENS in the client's hand. Microseconds.
+    """
+    submit_us, token_us = [], []
+    with BusWorker() as worker, connect_engine(worker.link_path, 5.0) as engine:
+        engine.events.try_write(Kind.READY, encode_json(_ready_facts()))
+        worker.wait_for("ready")
+        client = BenchClient(worker.endpoint)
+        for i in range(num_jobs):
+            start_ns = time.perf_counter_ns()
+            client.send(MessageType.SUBMIT, job=f"job-{i}", prompt="hello world", max_tokens=1)
+            rid = _await_submit(engine)
+            seen_ns = time.perf_counter_ns()
+            client.receive(MessageType.ACCEPTED)
+            record = encode_step(_one_token(i, rid))
+            write_ns = time.perf_counter_ns()
+            engine.events.try_write(Kind.STEP, record)
+            client.receive(MessageType.TOKENS)
+            got_ns = time.perf_counter_ns()
+            client.receive(MessageType.DONE)
+            submit_us.append((seen_ns - start_ns) / 1e3)
+            token_us.append((got_ns - write_ns) / 1e3)
+        client.close()
+    return {**_percentiles("submit", submit_us), **_percentiles("token", token_us)}
+
+
+def measure_events(num_jobs: int, num_tokens: int) -> dict[str, float]:
+    """All jobs at once, one client, the real engine with the fake model at full speed."""
+    with BusWorker() as worker:
+        worker.start_engine(max_num_seqs=num_jobs)
+        client = BenchClient(worker.endpoint)
+        broker_s, engine_s = cpu_s(worker.broker_pid), cpu_s(worker.engine_pid)
+        for i in range(num_jobs):
+            client.send(MessageType.SUBMIT, job=f"job-{i}", prompt=f"{i}", max_tokens=num_tokens)
+        tokens = messages = ended = 0
+        first_s = last_s = 0.0
+        for kind, body in client.messages():
+            if kind is MessageType.TOKENS:
+                first_s = first_s or time.perf_counter()
+                messages += 1
+                tokens += sum(len(event[3]) for event in body["events"])
+            elif kind is MessageType.DONE:
+                ended += 1
+                if ended == num_jobs:
+                    last_s = time.perf_counter()
+                    break
+        broker_s, engine_s = (
+            cpu_s(worker.broker_pid) - broker_s,
+            cpu_s(worker.engine_pid) - engine_s,
+        )
+        client.close()
+    return {
+        "tokens": tokens,
+        "messages": messages,
+        "tokens_per_s": round(tokens / (last_s - first_s)),
+        "broker_us_per_token": round(1e6 * broker_s / tokens, 2),
+        "engine_us_per_token": round(1e6 * engine_s / tokens, 2),
+    }
+
+
+def measure_jobs(num_jobs: int, window: int) -> dict[str, float]:
+    """One-token jobs, `window` of them open at a time."""
+    with BusWorker() as worker:
+        worker.start_engine(max_num_seqs=256)
+        client = BenchClient(worker.endpoint)
+        broker_s, engine_s = cpu_s(worker.broker_pid), cpu_s(worker.engine_pid)
+        start_s = time.perf_counter()
+        sent = ended = 0
+        while sent < min(window, num_jobs):
+            client.send(MessageType.SUBMIT, job=f"job-{sent}", prompt="hello", max_tokens=1)
+            sent += 1
+        for kind, _ in client.messages():
+            if kind is not MessageType.DONE:
+                continue
+            ended += 1
+            if sent < num_jobs:
+                client.send(MessageType.SUBMIT, job=f"job-{sent}", prompt="hello", max_tokens=1)
+                sent += 1
+            if ended == num_jobs:
+                break
+        elapsed_s = time.perf_counter() - start_s
+        broker_s, engine_s = cpu_s(worker.broker_pid) - broker_s, cpu_s(worker.engine_pid) - engine_s
+        client.close()
+    return {
+        "jobs": num_jobs,
+        "jobs_per_s": round(num_jobs / elapsed_s),
+        "broker_us_per_job": round(1e6 * broker_s / num_jobs),
+        "engine_us_per_job": round(1e6 * engine_s / num_jobs),
+    }
+
+
+def measure_open_streams(num_streams: int) -> dict[str, float]:
+    """Streams that are open at once; memory of the broker for each, after its first tokens."""
+    with BusWorker(max_queued=num_streams) as worker:
+        worker.start_engine(max_num_seqs=256, step_ms=5.0)
+        client = BenchClient(worker.endpoint)
+        before_bytes = rss_bytes(worker.broker_pid)
+        start_s = time.perf_counter()
+        for i in range(num_streams):
+            client.send(MessageType.SUBMIT, job=f"job-{i}", prompt=f"{i}", max_tokens=2_000)
+        accepted = 0
+        for kind, _ in client.messages():
+            accepted += kind is MessageType.ACCEPTED
+            if accepted == num_streams:
+                break
+        elapsed_s = time.perf_counter() - start_s
+        after_bytes = rss_bytes(worker.broker_pid)
+        client.close()
+    return {
+        "streams": num_streams,
+        "accepted_per_s": round(num_streams / elapsed_s),
+        "broker_bytes_per_stream": round((after_bytes - before_bytes) / num_streams),
+    }
+
+
+def _ready_facts() -> dict[str, object]:
+    return {
+        "vocab_size": VOCAB_SIZE, "max_model_len": 4096, "num_blocks": 4096, "block_size": 16,
+        "max_num_seqs": 16, "eos_token_ids": [],
+    }  # fmt: skip
+
+
+def _await_submit(engine: EngineLink) -> int:
+    while True:
+        if not engine.wait(10.0):
+            raise RuntimeError("no SUBMIT reached the engine within 10 s")
+        for kind, payload in engine.requests.read_batch(16):
+            if kind == Kind.SUBMIT:
+                return decode_submit(payload).rid
+
+
+def _one_token(step_id: int, rid: int) -> StepEvents:
+    return StepEvents(
+        step_id=step_id,
+        time_ns=time.monotonic_ns(),
+        rids=np.array([rid], np.uint64),
+        token_ids=np.array([step_id % VOCAB_SIZE], np.int32),
+        finish=np.array([Finish.LENGTH], np.uint8),
+        started_rids=np.array([], np.uint64),
+        cached_tokens=np.array([], np.int32),
+    )
+
+
+def _percentiles(name: str, values_us: list[float]) -> dict[str, float]:
+    warm = values_us[len(values_us) // 10 :]
+    p50, p99 = np.percentile(warm, [50, 99])
+    return {f"{name}_p50_us": round(float(p50), 1), f"{name}_p99_us": round(float(p99), 1)}
