@@ -168,11 +168,11 @@ def show(result: dict[str, Any], console: Console) -> None:
     """The result as a table, one row a channel."""
     table = Table(title=f"{result['message_bytes']}-byte messages between two processes")
     table.add_column("channel")
-    for heading in ("round trip p50", "p99", "one way p50", "p99", "records/s"):
+    for heading in ("there and back\np50, µs", "\np99", "one way\np50, µs", "\np99", "\nrecords/s"):
         table.add_column(heading, justify="right")
     for name in CHANNELS:
         times = [
-            f"{result[f'{name}.{key}']:,.1f} µs"
+            f"{result[f'{name}.{key}']:,.1f}"
             for key in ("rtt_us.p50", "rtt_us.p99", "one_way_us.p50", "one_way_us.p99")
         ]
         table.add_row(name, *times, f"{result[f'{name}.records_per_s']:,}")
