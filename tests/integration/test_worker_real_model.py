@@ -1,0 +1,75 @@
+"""The real model behind both doors, and the demonstration: what a newcomer sees first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops.models import CATALOG, DEFAULT_MODEL, is_cached
+from ops.worker_process import run_worker
+from tokenbus import AsyncClient
+
+pytestmark = [
+    pytest.mark.timeout(400),  # loads the model, and two cores may be busy
+    pytest.mark.skipif(
+        not is_cached(CATALOG[DEFAULT_MODEL]) and "CI" not in os.environ,
+        reason=f"tokenbus model fetch {DEFAULT_MODEL}",
+    ),
+]
+
+MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
+
+
+async def answer(client: AsyncClient, seed: int | None) -> tuple[list[int], str]:
+    """Ids and text of a short answer, greedy without a seed."""
+    options = {"temperature": 0.8, "seed": seed} if seed is not None else {"temperature": 0.0}
+    stream = client.generate(messages=MESSAGES, max_tokens=8, **options)  # type: ignore[arg-type]
+    events = [tokens async for tokens in stream]
+    return [i for event in events for i in event.ids], "".join(event.text for event in events)
+
+
+async def test_a_job_has_the_same_tokens_through_either_door_greedy_and_seeded(
+    tmp_path: Path,
+) -> None:
+    async with (
+        run_worker(tmp_path) as worker,
+        AsyncClient(zmq=worker.ready["zmq"]) as over_zmq,
+        AsyncClient(redis=worker.ready["redis"]) as over_redis,
+    ):
+        greedy = await asyncio.gather(answer(over_zmq, None), answer(over_redis, None))
+        seeded = await asyncio.gather(
+            answer(over_zmq, 7), answer(over_redis, 7), answer(over_zmq, 8)
+        )
+    assert greedy[0] == greedy[1]
+    assert greedy[0][1].strip()
+    assert seeded[0] == seeded[1]
+    assert seeded[0] != seeded[2]
+
+
+async def test_the_demonstration_runs_eight_jobs_over_both_doors_and_stops_its_worker() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "ops.demo",
+        "--json",
+        "--max-tokens",
+        "8",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode() + output.decode()
+    said = json.loads(output)
+    jobs = said["jobs"]
+    assert [job["door"] for job in jobs] == ["redis", "zmq"] * 4
+    assert {job["finish_reason"] for job in jobs} <= {"length", "stop"}
+    assert all(1 <= job["tokens"] <= 8 and job["ttft_ms"] > 0 for job in jobs)
+    assert all(job["text"].strip() for job in jobs)
+    assert said["tokens"] == sum(job["tokens"] for job in jobs)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in said["worker"]["pids"].values())
