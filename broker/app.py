@@ -8,6 +8,7 @@ running ones finish within drain_ms, the rest go back to the bus; a second one s
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,9 @@ async def run(config: BrokerConfig, status_fd: int | None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain, number.name)
     broker.system.start()
+    # The tables of the tokenizer live as long as the process: never look through them again.
+    gc.collect()
+    gc.freeze()
     monitor.listening(broker.addresses)
     log.info("broker.listening", **broker.addresses)
     await _until_over(broker, stop_now)

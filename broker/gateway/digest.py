@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from dataclasses import astuple
 
 from tokenbus.request import JobRequest
 
@@ -16,7 +15,7 @@ def digest_of(request: JobRequest) -> bytes:
     head = (
         request.prompt,
         request.messages,
-        astuple(request.params),
+        repr(request.params),
         request.priority,
         request.tenant,
         request.idempotency_key,

@@ -204,7 +204,7 @@ class Jobs:
         seed = request.params.seed
         stream.seed = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
         submit = Submit(
-            prepared=replace(message, context=None),
+            prepared=message,
             door=self._wiring.door,
             attempt=stream.attempt,
             seed=stream.seed,

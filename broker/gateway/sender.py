@@ -55,7 +55,14 @@ class Sender:
         is_current = stream.sent_seq == event.seq - 1
         stream.append(event)
         client = stream.client
-        if is_current and stream.is_attached and client.can_send:
+        peer = client.peer
+        if (
+            is_current
+            and stream.is_attached
+            and client.used < client.credit
+            and peer is not None
+            and not peer.is_blocked
+        ):
             client.used += 1
             stream.mark_sent(event)
             batch = self._batch.get(client)

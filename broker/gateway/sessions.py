@@ -72,8 +72,3 @@ class Client:
         self.waiting.clear()
         for stream in self.streams.values():
             stream.is_attached = False  # until RESUME or SUBMIT says from where
-
-    @property
-    def can_send(self) -> bool:
-        """Whether a TOKENS event may go out now."""
-        return self.peer is not None and not self.peer.is_blocked and self.used < self.credit

@@ -21,6 +21,9 @@ from broker.text.detokenizer import Detokenizer
 from broker.text.vocabulary import Vocabulary
 from tokenbus.errors import TokenbusError
 
+# As plain integers: looked at for every token.
+_STOP, _LENGTH = int(records.Finish.STOP), int(records.Finish.LENGTH)
+
 
 class JobState(Enum):
     """Where a job is. Every job ends in ENDED, by exactly one terminal event, or is released."""
@@ -121,15 +124,16 @@ class Job:
         finish: how the run ended (`records.Finish`); the last id of a STOP adds no text, and at a
         natural end what was held back goes out here.
         """
-        ids, self.fresh = self.fresh, []
+        ids = self.fresh
         if not ids:
             return None
+        self.fresh = []
         detokenizer = self.detokenizer
-        by_token = finish == records.Finish.STOP and ids[-1] in self.stop_ids
+        by_token = finish == _STOP and ids[-1] in self.stop_ids
         text, used = detokenizer.feed(ids[:-1] if by_token else ids)
         if detokenizer.is_stopped:
             ids = ids[:used]
-        elif finish in (records.Finish.STOP, records.Finish.LENGTH):
+        elif finish and finish in (_STOP, _LENGTH):
             text += detokenizer.flush()
         seq = len(self.ids) + 1
         self.ids.extend(ids)
@@ -155,15 +159,17 @@ class Job:
 
     def run_record(self, rid: int, solo: bool) -> records.Submit:
         """The run for the engine; earlier output goes along and keeps its positions."""
-        prepared = self.prepared
+        prepared, sampling = self.prepared, self.prepared.sampling
+        if sampling.seed != self.seed:
+            sampling = replace(sampling, seed=self.seed)
         return records.Submit(
             rid=rid,
             prompt_ids=prepared.prompt_ids,
             prefix_ids=_int32(self.ids),
-            stop_token_ids=_int32(array("i", prepared.stop_token_ids)),
+            stop_token_ids=np.array(prepared.stop_token_ids, dtype=np.int32),
             max_tokens=prepared.max_tokens,
             min_tokens=prepared.min_tokens,
-            sampling=replace(prepared.sampling, seed=self.seed),
+            sampling=sampling,
             priority=PRIORITIES.index(prepared.request.priority),
             solo=solo,
             cache_salt=_salt_of(self.tenant),

@@ -43,8 +43,14 @@ class Detokenizer:
         the stop string, and the last used id is the one that completed it.
         """
         if not self._stops:
-            self.num_tokens += len(ids)
-            return self._decode(ids), len(ids)
+            num_ids = len(ids)
+            self.num_tokens += num_ids
+            if num_ids == 1 and not self._tail and not self._strips:
+                texts = self._vocabulary.texts
+                text = texts[ids[0]] if ids[0] < len(texts) else ""
+                if text is not None:
+                    return text, 1
+            return self._decode(ids), num_ids
         if len(ids) > 1 and self.num_tokens + 1 >= self._min_tokens:
             text = self._feed_at_once(ids)
             if text is not None:
