@@ -1,0 +1,303 @@
+/** The Redis door: jobs by XADD, tokens by one XREAD loop over every job that is followed. */
+
+import { createClient } from "redis";
+import { Backoff, sleep, type Door, type Fields } from "./door.js";
+import { TokenbusError, fromWire } from "./errors.js";
+import type { JobStream } from "./stream.js";
+import { toUsage, type Done, type JobStatus, type Timeouts } from "./types.js";
+
+const BLOCK_MS = 1_000;
+const BLOCK_WITHOUT_WAKE_MS = 50; // where CLIENT UNBLOCK is not allowed
+const SCAN_ENTRIES = 10_000; // newest entries of each jobs stream that `status` looks through
+const ATTEMPTS = 4;
+
+type Client = ReturnType<typeof connect>;
+type Reply = null | number | string | Reply[];
+
+interface Followed {
+  cursor: string;
+  readFrom: string;
+  streams: { stream: JobStream; isOwn: boolean }[];
+}
+
+function connect(url: string, timeoutMs: number, connectMs: number) {
+  const client = createClient({
+    url, RESP: 2, disableOfflineQueue: true,
+    socket: { connectTimeout: connectMs, socketTimeout: timeoutMs, reconnectStrategy: false },
+  });
+  client.on("error", () => {}); // every command rejects with it
+  return client;
+}
+
+/** One connection that is made anew when it breaks, and whose commands can be repeated. */
+class Link {
+  #client: Client | undefined;
+
+  constructor(readonly url: string, readonly timeoutMs: number, readonly connectMs: number) {}
+
+  /** Run a command that may safely run twice. Throws `unavailable` or `internal`. */
+  async call(args: string[], attempts = ATTEMPTS): Promise<Reply> {
+    const backoff = new Backoff(50, 1_000);
+    for (let left = attempts; ; ) {
+      try {
+        return await this.once(args);
+      } catch (error) {
+        left -= 1;
+        const isRefusal = isReplyError(error) && !isPassing(error as Error);
+        if (isRefusal || left <= 0) throw typed(error as Error, isRefusal);
+      }
+      await sleep(backoff.next());
+    }
+  }
+
+  async once(args: string[]): Promise<Reply> {
+    let client = this.#client;
+    if (client === undefined || !client.isReady) {
+      client?.destroy();
+      client = connect(this.url, this.timeoutMs, this.connectMs);
+      this.#client = client;
+      await client.connect();
+    }
+    try {
+      return (await client.sendCommand(args)) as Reply;
+    } catch (error) {
+      // The reply of a command that was given up must not be taken for the next one's.
+      if (!isReplyError(error)) this.drop();
+      throw error;
+    }
+  }
+
+  drop(): void {
+    const client = this.#client;
+    this.#client = undefined;
+    if (client?.isOpen) client.destroy();
+  }
+
+  get isConnected(): boolean {
+    return this.#client?.isReady === true;
+  }
+}
+
+export class RedisDoor implements Door {
+  readonly #commands: Link;
+  readonly #reads: Link;
+  readonly #prefix: string;
+  readonly #followed = new Map<string, Followed>();
+  #isClosed = false;
+  #isReading = false;
+  #hasNew = false;
+  #canWake = true;
+  #clientId: string | undefined;
+  #onAdded: () => void = () => {};
+  readonly #running: Promise<void>;
+
+  constructor(url: string, queue: string, readonly timeouts: Timeouts, readonly tenant: string) {
+    if (!/^[A-Za-z0-9._-]{1,64}$/.test(queue)) {
+      throw new TokenbusError("invalid", `queue ${queue} is not 1-64 of A-Z a-z 0-9 . _ -`, { field: "queue" });
+    }
+    this.#prefix = `tokenbus:{${queue}}:`;
+    this.#commands = new Link(url, timeouts.answerMs, timeouts.connectMs);
+    this.#reads = new Link(url, BLOCK_MS + 2_000, timeouts.connectMs);
+    this.#running = this.#readForever();
+  }
+
+  async open(stream: JobStream, { priority = "normal", durable: _, ...fields }: Fields): Promise<void> {
+    if (this.tenant !== "" && fields["tenant"] === undefined) fields["tenant"] = this.tenant;
+    const key = this.#prefix + (priority === "normal" ? "jobs" : `jobs:${String(priority)}`);
+    const flat = Object.entries(fields).flatMap(([name, value]) => [
+      name, typeof value === "string" ? (name === "stop" ? JSON.stringify(value) : value) : JSON.stringify(value),
+    ]);
+    await this.#commands.call(["XADD", key, "*", ...flat]);
+    stream.onAccepted();
+    this.#follow(stream, true);
+  }
+
+  async tail(stream: JobStream, _after: number): Promise<void> {
+    this.#follow(stream, false);
+  }
+
+  abandon(stream: JobStream, cancel: boolean): void {
+    this.#forget(this.#outKey(stream.job), stream);
+    if (!cancel || stream.isOver) return;
+    stream.fail(new TokenbusError("unavailable", "the stream was closed"));
+    this.cancel(stream.job).catch(() => {}); // Redis is away: the job runs to its end
+  }
+
+  /** Returns when the wish is in Redis. */
+  async cancel(job: string): Promise<void> {
+    await this.#commands.call(["SET", `${this.#prefix}cancel:${job}`, "1", "EX", "86400"]);
+    await this.#commands.call(["XADD", `${this.#prefix}control`, "MAXLEN", "~", "1000", "*", "op", "cancel", "job", job]);
+  }
+
+  async status(job: string): Promise<JobStatus> {
+    const fields = toMap((await this.#commands.call(["HGETALL", `${this.#prefix}job:${job}`])) as string[]);
+    if (fields["state"] !== undefined) {
+      const { state, reason, code } = fields;
+      const status: JobStatus = { job, state, attempt: Number(fields["attempt"] ?? 0), seq: Number(fields["seq"] ?? 0) };
+      return { ...status, ...(reason ? { reason } : {}), ...(code ? { code } : {}) };
+    }
+    for (const name of ["jobs", "jobs:high", "jobs:low"]) {
+      const args = ["XREVRANGE", this.#prefix + name, "+", "-", "COUNT", String(SCAN_ENTRIES)];
+      const entries = (await this.#commands.call(args)) as [string, string[]][];
+      if (entries.some(([id, flat]) => id === job || toMap(flat)["job"] === job)) {
+        return { job, state: "queued", attempt: 0, seq: 0 };
+      }
+    }
+    throw new TokenbusError("not_found", `job ${job} is not known`, { field: "job" });
+  }
+
+  async close(): Promise<void> {
+    this.#isClosed = true;
+    this.#onAdded();
+    this.#reads.drop();
+    await this.#running;
+    this.#failAll(new TokenbusError("unavailable", "the client was closed"));
+    this.#commands.drop();
+  }
+
+  #outKey(job: string): string {
+    return `${this.#prefix}out:${job}`;
+  }
+
+  #follow(stream: JobStream, isOwn: boolean): void {
+    const key = this.#outKey(stream.job);
+    const followed = this.#followed.get(key) ?? { cursor: "0", readFrom: "", streams: [] };
+    followed.streams.push({ stream, isOwn });
+    followed.cursor = "0";
+    this.#followed.set(key, followed);
+    this.#hasNew = true;
+    this.#onAdded();
+    if (this.#isReading && this.#canWake) void this.#wake();
+  }
+
+  #forget(key: string, stream: JobStream): void {
+    const followed = this.#followed.get(key);
+    if (followed === undefined) return;
+    followed.streams = followed.streams.filter((other) => other.stream !== stream);
+    if (followed.streams.length === 0) this.#followed.delete(key);
+  }
+
+  async #readForever(): Promise<void> {
+    const backoff = new Backoff();
+    let lostSinceMs: number | undefined;
+    while (!this.#isClosed) {
+      if (this.#followed.size === 0) {
+        await new Promise<void>((resolve) => (this.#onAdded = resolve));
+        continue;
+      }
+      try {
+        await this.#readOnce();
+        lostSinceMs = undefined;
+        backoff.reset();
+        continue;
+      } catch (error) {
+        this.#isReading = false;
+        lostSinceMs ??= performance.now();
+        if (performance.now() - lostSinceMs > this.timeouts.giveUpMs) this.#failAll(typed(error as Error, false));
+      }
+      if (!this.#isClosed) await sleep(backoff.next());
+    }
+  }
+
+  async #readOnce(): Promise<void> {
+    if (this.#canWake && !this.#reads.isConnected) await this.#askClientId();
+    const keys = [...this.#followed.keys()];
+    const cursors = keys.map((key) => {
+      const followed = this.#followed.get(key) as Followed;
+      return (followed.readFrom = followed.cursor);
+    });
+    this.#hasNew = false;
+    this.#isReading = true;
+    const block = String(this.#canWake ? BLOCK_MS : BLOCK_WITHOUT_WAKE_MS);
+    const args = ["XREAD", "COUNT", "512", "BLOCK", block, "STREAMS", ...keys, ...cursors];
+    const reply = (await this.#reads.once(args)) as [string, [string, string[]][]][] | null;
+    this.#isReading = false;
+    for (const [key, entries] of reply ?? []) this.#onEntries(key, entries);
+  }
+
+  async #askClientId(): Promise<void> {
+    try {
+      this.#clientId = String(await this.#reads.once(["CLIENT", "ID"]));
+    } catch (error) {
+      if (!isReplyError(error)) throw error;
+      this.#canWake = false; // not allowed here
+    }
+  }
+
+  /** Have the loop look at its jobs again, as soon as the server can be told. */
+  async #wake(): Promise<void> {
+    while (this.#hasNew && this.#isReading && !this.#isClosed && this.#clientId !== undefined) {
+      try {
+        if ((await this.#commands.call(["CLIENT", "UNBLOCK", this.#clientId], 1)) === 1) return;
+      } catch {
+        this.#canWake = false; // not allowed, or Redis is away: the loop wakes by itself
+        return;
+      }
+      await sleep(5);
+    }
+  }
+
+  #onEntries(key: string, entries: [string, string[]][]): void {
+    const followed = this.#followed.get(key);
+    if (followed === undefined || followed.readFrom !== followed.cursor) return; // a reader came: read again
+    for (const [id, flat] of entries) {
+      followed.cursor = id;
+      for (const { stream } of followed.streams) give(stream, id, toMap(flat));
+    }
+    for (const { stream } of [...followed.streams]) if (stream.isOver) this.#forget(key, stream);
+  }
+
+  #failAll(error: TokenbusError): void {
+    for (const { streams } of this.#followed.values()) for (const { stream } of streams) stream.fail(error);
+    this.#followed.clear();
+  }
+}
+
+/** One entry to one reader; an entry that breaks the protocol ends the job for it. */
+function give(stream: JobStream, id: string, fields: Record<string, string>): void {
+  try {
+    const [attempt, seq] = id.split("-").map(Number) as [number, number];
+    let verdict = "new";
+    if (fields["event"] === "started") {
+      const { worker = "", seed, prompt_tokens: promptTokens } = fields;
+      stream.onStarted({ attempt, worker, seed: Number(seed), promptTokens: Number(promptTokens) });
+    } else if (fields["event"] === "tokens") {
+      const ids = JSON.parse(fields["ids"] ?? "") as number[];
+      verdict = stream.onToken({ attempt, seq: Number(fields["seq"]), ids, text: fields["text"] ?? "" });
+    } else if (fields["event"] === "done") {
+      const done: Done = {
+        reason: fields["reason"] as Done["reason"], seq: seq - 1, crc: Number(fields["crc"]),
+        usage: toUsage(JSON.parse(fields["usage"] ?? "{}")),
+      };
+      verdict = stream.onDone(done, fields["text"] ?? "", attempt);
+    } else if (fields["event"] === "error") {
+      const retry = fields["retry"] === undefined ? undefined : fields["retry"] === "true";
+      const retryMs = fields["retry_ms"] === undefined ? undefined : Number(fields["retry_ms"]);
+      stream.fail(fromWire({ ...fields, retry, retry_ms: retryMs }));
+    }
+    if (verdict === "hole") throw new Error(`it does not follow seq ${stream.assembler.last}`);
+  } catch (cause) {
+    stream.fail(new TokenbusError("protocol", `entry ${id} of ${stream.job}: ${(cause as Error).message}`, { cause }));
+  }
+}
+
+function toMap(flat: string[]): Record<string, string> {
+  const map = Object.create(null) as Record<string, string>;
+  for (let i = 0; i + 1 < flat.length; i += 2) map[flat[i] as string] = flat[i + 1] as string;
+  return map;
+}
+
+/** The server answered, with an error: the connection is in order. */
+function isReplyError(error: unknown): boolean {
+  return error instanceof Error && /^(SimpleError|BlobError|ErrorReply)$/.test(error.constructor.name);
+}
+
+function isPassing(error: Error): boolean {
+  return /^(LOADING|READONLY|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED)/.test(error.message);
+}
+
+function typed(error: Error, isRefusal: boolean): TokenbusError {
+  if (error instanceof TokenbusError) return error;
+  const isAway = !isRefusal || /^(MISCONF|OOM|NOAUTH|WRONGPASS)/.test(error.message);
+  return new TokenbusError(isAway ? "unavailable" : "internal", `Redis: ${error.message}`, { cause: error });
+}

@@ -1,0 +1,346 @@
+/** The ZeroMQ door: many jobs over one connection, carried across reconnects and restarts of the worker. */
+
+import { randomUUID } from "node:crypto";
+import { Backoff, sleep, type Door, type Fields } from "./door.js";
+import { TokenbusError, fromWire } from "./errors.js";
+import { MessageType, packIds, type Message } from "./protocol.js";
+import { Session, type CurveKeys } from "./session.js";
+import type { JobStream } from "./stream.js";
+import { toUsage, type Done, type JobStatus, type Timeouts, type Token } from "./types.js";
+import type { Body } from "./msgpack.js";
+
+const GREETING_MS = 5_000;
+const RESUME_AGAIN_MS = 1_000;
+const MAX_RESUMES = 5; // without a new token in between
+const INLINE_IDS = 64; // more travel as a blob
+
+interface Followed {
+  stream: JobStream;
+  fields: Fields | undefined; // undefined: submitted elsewhere
+  openedMs: number;
+  seed: number | undefined; // the one in use, told by ACCEPTED
+  isAccepted: boolean;
+  resumes: number;
+  resumedMs: number;
+}
+
+interface Waiter {
+  kind: "cancel" | "status";
+  job: string;
+  resolve: (status: JobStatus) => void;
+  reject: (error: TokenbusError) => void;
+}
+
+export class ZmqDoor implements Door {
+  readonly #client = `js-${randomUUID()}`;
+  readonly #jobs = new Map<string, Followed[]>();
+  readonly #waiters = new Set<Waiter>();
+  #session: Session | undefined;
+  #boot = "";
+  #worker = "";
+  #isClosed = false;
+  #fatal: TokenbusError | undefined;
+  #onLive: (() => void)[] = [];
+  readonly #ticker: NodeJS.Timeout;
+  readonly #running: Promise<void>;
+  #stop: () => void = () => {};
+
+  constructor(
+    readonly endpoint: string, readonly timeouts: Timeouts, readonly tenant: string, readonly credit: number,
+    readonly curve: CurveKeys | undefined,
+  ) {
+    this.#running = this.#keepConnected();
+    this.#ticker = setInterval(() => this.#tick(), RESUME_AGAIN_MS);
+    this.#ticker.unref();
+  }
+
+  async open(stream: JobStream, fields: Fields): Promise<void> {
+    await this.#connected();
+    const followed = this.#follow(stream, fields);
+    try {
+      this.#submit(followed);
+    } catch (error) {
+      this.#forget(stream);
+      throw error;
+    }
+  }
+
+  async tail(stream: JobStream, _after: number): Promise<void> {
+    await this.#connected();
+    this.#resume(this.#follow(stream, undefined));
+  }
+
+  abandon(stream: JobStream, cancel: boolean): void {
+    const wasFollowed = this.#forget(stream);
+    if (!wasFollowed || !cancel || stream.isOver) return;
+    stream.fail(new TokenbusError("unavailable", "the stream was closed"));
+    this.#send(MessageType.CANCEL, { job: stream.job });
+  }
+
+  /** Returns when the job has ended. */
+  async cancel(job: string): Promise<void> {
+    await this.#ask("cancel", job);
+  }
+
+  status(job: string): Promise<JobStatus> {
+    return this.#ask("status", job);
+  }
+
+  async close(): Promise<void> {
+    this.#isClosed = true;
+    clearInterval(this.#ticker);
+    await new Promise((resolve) => setImmediate(resolve)); // what was queued goes out
+    this.#session?.close();
+    this.#stop();
+    await this.#running;
+    this.#failAll(new TokenbusError("unavailable", "the client was closed"));
+  }
+
+  // ---------------------------------------------------------------- connection
+
+  async #connected(): Promise<void> {
+    if (this.#fatal) throw this.#fatal;
+    if (this.#session?.isLive) return;
+    let timer: NodeJS.Timeout | undefined;
+    await new Promise<void>((resolve, reject) => {
+      this.#onLive.push(() => (this.#fatal ? reject(this.#fatal) : resolve()));
+      const late = new TokenbusError("unavailable", `no worker answers at ${this.endpoint}`);
+      timer = setTimeout(() => reject(late), this.timeouts.connectMs);
+    }).finally(() => clearTimeout(timer));
+  }
+
+  async #keepConnected(): Promise<void> {
+    const backoff = new Backoff();
+    let silentSinceMs = performance.now();
+    while (!this.#isClosed && !this.#fatal) {
+      let wasLive = false;
+      const error = await new Promise<TokenbusError | undefined>((resolve) => {
+        this.#stop = () => resolve(undefined);
+        const session = new Session(this.endpoint, this.#client, this.tenant, this.credit, this.curve, {
+          onWelcome: (body) => {
+            wasLive = true;
+            this.#onWelcome(body);
+          },
+          onMessage: (message) => this.#onMessage(message),
+          onLost: resolve,
+        });
+        this.#session = session;
+        session.open(Math.min(GREETING_MS, this.timeouts.connectMs));
+      });
+      this.#session = undefined;
+      if (error === undefined) return;
+      if (wasLive) {
+        backoff.reset();
+        silentSinceMs = performance.now();
+      }
+      if (error.code === "version") {
+        this.#fatal = error;
+        this.#wakeAll();
+      }
+      if (this.#fatal || performance.now() - silentSinceMs > this.timeouts.giveUpMs) this.#failAll(error);
+      await Promise.race([sleep(backoff.next()), new Promise<void>((resolve) => (this.#stop = resolve))]);
+    }
+  }
+
+  #onWelcome(body: Body): void {
+    const isSameWorker = body["boot"] === this.#boot;
+    this.#boot = String(body["boot"]);
+    this.#worker = String(body["worker"]);
+    for (const followed of [...this.#jobs.values()].flat()) this.#pickUp(followed, isSameWorker);
+    this.#wakeAll();
+  }
+
+  #wakeAll(): void {
+    for (const wake of this.#onLive.splice(0)) wake();
+  }
+
+  /** Without a session nothing is sent: the next WELCOME picks every job up again. */
+  #send(type: MessageType, body: Record<string, unknown>, blobs: Uint8Array[] = []): void {
+    if (this.#session?.isLive) this.#session.send(type, body, blobs);
+  }
+
+  // ---------------------------------------------------------------- jobs
+
+  #follow(stream: JobStream, fields: Fields | undefined): Followed {
+    const followed: Followed = {
+      stream, fields, openedMs: performance.now(), seed: undefined, isAccepted: false, resumes: 0, resumedMs: 0,
+    };
+    this.#jobs.set(stream.job, [...(this.#jobs.get(stream.job) ?? []), followed]);
+    return followed;
+  }
+
+  #forget(stream: JobStream): boolean {
+    const row = this.#jobs.get(stream.job) ?? [];
+    const rest = row.filter((followed) => followed.stream !== stream);
+    if (rest.length > 0) this.#jobs.set(stream.job, rest);
+    else this.#jobs.delete(stream.job);
+    return rest.length < row.length;
+  }
+
+  /** SUBMIT, with the seed and the ids the reader holds where another worker had the job before. */
+  #submit(followed: Followed): void {
+    const body: Record<string, unknown> = { ...followed.fields };
+    if (typeof body["deadline_ms"] === "number") {
+      body["deadline_ms"] = Math.max(Math.floor(body["deadline_ms"] - (performance.now() - followed.openedMs)), 1);
+    }
+    if (followed.seed !== undefined) {
+      body["seed"] = followed.seed;
+      if (followed.stream.assembler.ids.length > 0) body["have"] = followed.stream.assembler.ids;
+    }
+    const blobs: Uint8Array[] = [];
+    for (const name of ["input_ids", "have"]) {
+      const ids = body[name];
+      if (!Array.isArray(ids) || ids.length <= INLINE_IDS) continue;
+      delete body[name];
+      body[`${name}_blob`] = blobs.length;
+      blobs.push(packIds(ids as number[]));
+    }
+    this.#send(MessageType.SUBMIT, body, blobs);
+  }
+
+  #resume(followed: Followed): void {
+    const now = performance.now();
+    if (followed.resumes > 0 && now - followed.resumedMs < RESUME_AGAIN_MS) return;
+    const { stream } = followed;
+    if (followed.resumes >= MAX_RESUMES) {
+      stream.fail(new TokenbusError("protocol", `the worker does not resend what follows seq ${stream.assembler.last}`));
+      return;
+    }
+    followed.resumes += 1;
+    followed.resumedMs = now;
+    this.#send(MessageType.RESUME, { job: stream.job, after: stream.assembler.last });
+  }
+
+  #pickUp(followed: Followed, isSameWorker: boolean): void {
+    followed.resumes = 0;
+    const { fields, isAccepted, stream } = followed;
+    if (fields === undefined || (isAccepted && (isSameWorker || fields["durable"] === true))) {
+      this.#resume(followed);
+      return;
+    }
+    try {
+      this.#submit(followed);
+    } catch (error) {
+      stream.fail(error as TokenbusError); // this worker's limits are lower
+    }
+  }
+
+  #tick(): void {
+    for (const followed of [...this.#jobs.values()].flat()) {
+      if (followed.resumes > 0) this.#resume(followed);
+      if (followed.stream.isOver) this.#forget(followed.stream);
+    }
+  }
+
+  #failAll(error: TokenbusError): void {
+    for (const followed of [...this.#jobs.values()].flat()) followed.stream.fail(error);
+    this.#jobs.clear();
+    for (const waiter of this.#waiters) waiter.reject(error);
+    this.#waiters.clear();
+  }
+
+  // ---------------------------------------------------------------- messages
+
+  #onMessage({ type, body }: Message): void {
+    const job = String(body["job"] ?? "");
+    const row = this.#jobs.get(job) ?? [];
+    if (type === MessageType.TOKENS) this.#onTokens(body["events"]);
+    else if (type === MessageType.ACCEPTED) for (const followed of row) this.#onAccepted(followed, body);
+    else if (type === MessageType.REJECTED) this.#onRejected(row, fromWire(body));
+    else if (type === MessageType.DONE) this.#onDone(row, body);
+    else if (type === MessageType.ERROR) this.#onError(row, job, body);
+    else if (type === MessageType.STATS && job !== "") this.#answer("status", toStatus(body));
+    for (const followed of row) if (followed.stream.isOver) this.#forget(followed.stream);
+  }
+
+  #onTokens(events: unknown): void {
+    if (!Array.isArray(events)) throw new TokenbusError("bad_frame", "TOKENS without events");
+    for (const event of events) {
+      const [job, token] = toToken(event);
+      for (const followed of this.#jobs.get(job) ?? []) {
+        const verdict = followed.stream.onToken(token);
+        if (verdict === "new") followed.resumes = 0;
+        else if (verdict === "hole") this.#resume(followed);
+      }
+    }
+    this.#session?.useCredit(events.length);
+  }
+
+  #onAccepted(followed: Followed, body: Body): void {
+    followed.isAccepted = true;
+    followed.seed = Number(body["seed"]);
+    followed.stream.onStarted({
+      attempt: Number(body["attempt"]), worker: this.#worker, seed: followed.seed,
+      promptTokens: Number(body["prompt_tokens"]),
+    });
+  }
+
+  #onRejected(row: Followed[], error: TokenbusError): void {
+    const lost = new TokenbusError("engine_lost", "the worker was restarted and cannot continue the job");
+    for (const { stream } of row) stream.fail(error.field.startsWith("have") ? lost : error);
+  }
+
+  #onDone(row: Followed[], body: Body): void {
+    const done: Done = {
+      reason: body["reason"] as Done["reason"], seq: Number(body["seq"]), usage: toUsage(body["usage"]),
+      crc: Number(body["crc"]),
+    };
+    for (const followed of row) {
+      const verdict = followed.stream.onDone(done, String(body["text"] ?? ""), Number(body["attempt"] ?? 1));
+      if (verdict === "hole") this.#resume(followed);
+    }
+    this.#answer("cancel", { ...toStatus(body), state: "done" });
+  }
+
+  #onError(row: Followed[], job: string, body: Body): void {
+    const error = fromWire(body);
+    if (error.code === "not_found") {
+      for (const waiter of this.#waiters) if (waiter.job === job) this.#settle(waiter, () => waiter.reject(error));
+    } else {
+      this.#answer("cancel", { ...toStatus(body), state: "failed" });
+    }
+    for (const { stream, resumes } of row) if (error.code !== "gone" || resumes > 0) stream.fail(error);
+  }
+
+  async #ask(kind: Waiter["kind"], job: string): Promise<JobStatus> {
+    await this.#connected();
+    return new Promise((resolve, reject) => {
+      const waiter: Waiter = { kind, job, resolve, reject };
+      this.#waiters.add(waiter);
+      const late = new TokenbusError("unavailable", `${this.endpoint} did not answer in time`);
+      const timer = setTimeout(() => this.#settle(waiter, () => reject(late)), this.timeouts.answerMs);
+      timer.unref();
+      this.#send(kind === "cancel" ? MessageType.CANCEL : MessageType.STATS, { job });
+    });
+  }
+
+  #answer(kind: Waiter["kind"], status: JobStatus): void {
+    for (const waiter of this.#waiters) {
+      if (waiter.kind === kind && waiter.job === status.job) this.#settle(waiter, () => waiter.resolve(status));
+    }
+  }
+
+  #settle(waiter: Waiter, end: () => void): void {
+    if (this.#waiters.delete(waiter)) end();
+  }
+}
+
+function toToken(event: unknown): [string, Token] {
+  const [job, attempt, seq, ids, text] = Array.isArray(event) ? event : [];
+  const isWhole = typeof job === "string" && typeof attempt === "number" && typeof text === "string";
+  const isPlaced = Number.isInteger(seq) && seq >= 1 && Array.isArray(ids) && ids.length > 0;
+  if (!isWhole || !isPlaced || !ids.every((id: unknown) => Number.isInteger(id))) {
+    throw new TokenbusError("bad_frame", "event is not [job, attempt, seq, ids, text]");
+  }
+  return [job, { attempt, seq, ids, text }];
+}
+
+function toStatus(body: Body): JobStatus {
+  const status: JobStatus = {
+    job: String(body["job"]), state: String(body["state"] ?? ""), attempt: Number(body["attempt"] ?? 0),
+    seq: Number(body["seq"] ?? 0),
+  };
+  if (typeof body["reason"] === "string") status.reason = body["reason"];
+  if (typeof body["code"] === "string") status.code = body["code"];
+  return status;
+}

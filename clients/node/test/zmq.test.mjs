@@ -1,0 +1,198 @@
+// The ZeroMQ door against a scripted ROUTER: holes, repeats, restarts, silence.
+import test from "node:test";
+import { Client } from "../dist/index.js";
+import { FakeWorker, T, assert, withWorker } from "./fake-worker.mjs";
+
+const read = (client, options = {}) => client.generate({ prompt: "p", job: "j", ...options }).text();
+
+test("tokens come in order and done has the rest", () => withWorker(async (worker, client) => {
+  const stream = client.generate({ prompt: "p", job: "j", maxTokens: 3, topP: 0.5 });
+  const reading = stream.text();
+  const submit = await worker.expect(T.SUBMIT);
+  assert.deepEqual({ ...submit.body }, { job: "j", prompt: "p", max_tokens: 3, top_p: 0.5 });
+  await worker.accept("j", 9);
+  await worker.tokens(["j", 1, [5], "a"]);
+  await worker.tokens(["j", 2, [6, 7], "b"]);
+  await worker.done("j", [5, 6, 7], { text: "!" });
+  assert.equal(await reading, "ab!");
+  assert.equal(stream.started.seed, 9);
+  assert.equal(stream.done.usage.completionTokens, 3);
+}));
+
+test("a hole is filled by RESUME and a repeat is dropped", () => withWorker(async (worker, client) => {
+  const reading = read(client);
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  await worker.tokens(["j", 1, [5], "a"]);
+  await worker.tokens(["j", 1, [5], "a"]);
+  await worker.tokens(["j", 3, [7], "c"]);
+  assert.deepEqual({ ...(await worker.expect(T.RESUME)).body }, { job: "j", after: 1 });
+  await worker.tokens(["j", 2, [6], "b"], ["j", 3, [7], "c"]);
+  await worker.done("j", [5, 6, 7]);
+  assert.equal(await reading, "abc");
+}));
+
+test("a wrong crc is a protocol error", () => withWorker(async (worker, client) => {
+  const reading = read(client);
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  await worker.tokens(["j", 1, [5], "a"]);
+  await worker.done("j", [5], { crc: 1 });
+  await assert.rejects(reading, { code: "protocol" });
+}));
+
+test("many jobs share one connection", () => withWorker(async (worker, client) => {
+  const names = Array.from({ length: 40 }, (_, i) => `j${i}`);
+  const readings = Promise.all(names.map((job) => read(client, { job })));
+  for (const _ of names) await worker.expect(T.SUBMIT);
+  for (const name of names) await worker.accept(name);
+  for (const seq of [1, 2]) await worker.tokens(...names.map((name) => [name, seq, [seq], `${name}.${seq}`]));
+  for (const name of names) await worker.done(name, [1, 2]);
+  assert.deepEqual(await readings, names.map((name) => `${name}.1${name}.2`));
+  assert.equal(worker.hellos.length, 1);
+}));
+
+test("a refused job throws its typed error", () => withWorker(async (worker, client) => {
+  const reading = read(client);
+  await worker.expect(T.SUBMIT);
+  await worker.send(T.REJECTED, { job: "j", code: "busy", retry: true, retry_ms: 250, message: "full" });
+  await assert.rejects(reading, { name: "TokenbusError", code: "busy", retry: true, retryMs: 250 });
+}));
+
+test("an error ends the stream, an unknown code as internal", () => withWorker(async (worker, client) => {
+  const reading = read(client);
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  await worker.send(T.ERROR, { job: "j", code: "later", retry: true, message: "m" });
+  await assert.rejects(reading, { code: "internal", retry: true, message: "later: m" });
+}));
+
+test("a restarted worker goes on from the tokens the client holds", async () => {
+  const first = await new FakeWorker({ heartbeatMs: 400 }).bind();
+  const client = new Client({ zmq: first.endpoint });
+  const reading = read(client, { maxTokens: 8 });
+  await first.expect(T.SUBMIT);
+  await first.accept("j", 123);
+  await first.tokens(["j", 1, [5, 6], "ab"]);
+  await first.settle();
+  first.close();
+  const second = await new FakeWorker({ boot: "boot-2", heartbeatMs: 400 }).bind(first.endpoint);
+  const submit = await second.expect(T.SUBMIT);
+  assert.deepEqual({ ...submit.body }, { job: "j", prompt: "p", max_tokens: 8, seed: 123, have: [5, 6] });
+  assert.equal(second.hellos[0].client, first.hellos[0].client);
+  await second.accept("j", 123, 2);
+  await second.tokens(["j", 3, [7], "c"]);
+  await second.done("j", [5, 6, 7]);
+  assert.equal(await reading, "abc");
+  await client.close();
+  second.close();
+});
+
+test("a new connection to the same worker resumes", () => withWorker(async (worker, client) => {
+  const reading = read(client);
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  await worker.tokens(["j", 1, [5], "a"]);
+  await worker.send(T.ERROR, { code: "no_session", message: "who?", retry: true });
+  assert.deepEqual({ ...(await worker.expect(T.RESUME)).body }, { job: "j", after: 1 });
+  assert.equal(worker.hellos.length, 2);
+  await worker.done("j", [5]);
+  assert.equal(await reading, "a");
+}));
+
+test("a silent worker is left after three heartbeats and found again", () => withWorker(async (worker, client) => {
+  const reading = read(client);
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  await worker.tokens(["j", 1, [5], "a"]);
+  while ((await worker.receive()).type !== T.HELLO); // its pings go unanswered until it says HELLO anew
+  await worker.welcome();
+  assert.deepEqual({ ...(await worker.expect(T.RESUME)).body }, { job: "j", after: 1 });
+  await worker.done("j", [5]);
+  assert.equal(await reading, "a");
+}, { heartbeatMs: 200 }));
+
+test("leaving the loop early cancels the job", () => withWorker(async (worker, client) => {
+  const reading = (async () => {
+    for await (const token of client.generate({ prompt: "p", job: "j" })) return token.text;
+  })();
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  await worker.tokens(["j", 1, [5], "a"]);
+  assert.equal(await reading, "a");
+  assert.equal((await worker.expect(T.CANCEL)).body.job, "j");
+}));
+
+test("cancel waits for the end and the stream sees it", () => withWorker(async (worker, client) => {
+  const stream = client.generate({ prompt: "p", job: "j" });
+  const reading = stream.text();
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  const cancelling = client.cancel("j");
+  await worker.expect(T.CANCEL);
+  await worker.done("j", [], { reason: "cancelled" });
+  await cancelling;
+  assert.equal(await reading, "");
+  assert.equal(stream.done.reason, "cancelled");
+}));
+
+test("status and cancel of an unknown job throw not_found", () => withWorker(async (worker, client) => {
+  for (const [call, type] of [["status", T.STATS], ["cancel", T.CANCEL]]) {
+    const asking = client[call]("j");
+    await worker.expect(type);
+    await worker.send(T.ERROR, { job: "j", code: "not_found", retry: false, message: "" });
+    await assert.rejects(asking, { code: "not_found" });
+  }
+}));
+
+test("submit returns when the job was taken and tail reads it", () => withWorker(async (worker, client) => {
+  const submitting = client.submit({ prompt: "p", job: "j" });
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  assert.equal(await submitting, "j");
+  const reading = client.tail("j", 1).text();
+  assert.deepEqual({ ...(await worker.expect(T.RESUME)).body }, { job: "j", after: 1 });
+  await worker.tokens(["j", 2, [6], "b"]);
+  await worker.done("j", [5, 6]);
+  assert.equal(await reading, "b");
+}));
+
+test("credit is renewed as events come", () => withWorker(async (worker, client) => {
+  const reading = read(client);
+  await worker.expect(T.SUBMIT);
+  assert.equal(worker.hellos[0].credit, 10);
+  await worker.accept("j");
+  const ids = Array.from({ length: 30 }, (_, i) => i + 1);
+  for (const id of ids) await worker.tokens(["j", id, [id], "x"]);
+  await worker.done("j", ids);
+  assert.equal(await reading, "x".repeat(30));
+  await worker.settle();
+  assert.ok(worker.credits.at(-1) >= 30 && worker.credits.at(-1) <= 40, String(worker.credits));
+}, { credit: 10 }));
+
+test("long id lists travel as a blob", () => withWorker(async (worker, client) => {
+  const inputIds = Array.from({ length: 100 }, (_, i) => i);
+  const reading = client.generate({ inputIds, job: "j" }).text();
+  const { body, blobs } = await worker.expect(T.SUBMIT);
+  assert.deepEqual({ ...body }, { job: "j", input_ids_blob: 0 });
+  assert.equal(Buffer.from(blobs[0]).readInt32LE(4 * 99), 99);
+  await worker.accept("j");
+  await worker.done("j", []);
+  await reading;
+}));
+
+test("a prompt over the limits and an unknown option are refused before they are sent", () => withWorker(async (worker, client) => {
+  const greeting = worker.expect(T.PING);
+  greeting.catch(() => {});
+  await assert.rejects(read(client, { prompt: "x".repeat(2 << 20) }), { code: "too_large" });
+  assert.throws(() => client.generate({ prompt: "p", temprature: 1 }), TypeError);
+}));
+
+test("no worker at all is an error in time", async () => {
+  const probe = await new FakeWorker().bind();
+  probe.close();
+  const client = new Client({ zmq: probe.endpoint, timeouts: { connectMs: 200 } });
+  await assert.rejects(read(client), { code: "unavailable", retry: true });
+  await client.close();
+  await assert.rejects(read(client), { code: "unavailable" });
+});
