@@ -54,7 +54,7 @@ def compile_all(module: str, out: Path) -> None:
     log.close()
 
 
-def tests(out: Path) -> bool:
+def tests(out: Path, pattern: str) -> bool:
     """Kernel tests on the device, in parallel."""
     log = out / "tests.log"
     code = run(
@@ -71,7 +71,7 @@ def tests(out: Path) -> bool:
         "-n",
         "14",
         "--tb=short",
-        "tests/kernels",
+        *sorted(str(path) for path in Path("tests/kernels").glob(pattern)),
     )
     lines = log.read_text().splitlines()
     for line in [x for x in lines if x.startswith(("FAILED", "ERROR"))][:20] + lines[-1:]:
@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", default="tests,sweep,bench")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the benchmark")
+    parser.add_argument("--tests", default="test_kernels_*.py", help="which files")
     parser.add_argument("--groups", default="")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -106,10 +107,11 @@ def main() -> int:
     began = time.monotonic()
     is_good = True
     if "tests" in steps:
-        is_good = tests(args.out)
+        is_good = tests(args.out, args.tests)
         print(f"[{time.monotonic() - began:.0f} s] tests {'passed' if is_good else 'FAILED'}")
     if "sweep" in steps:
         for module, keys, count, seconds in (
+            ("bench.sweep_prefill", ("case",), 3, "20"),
             ("bench.sweep_decode", ("case",), 4, "40"),
             ("bench.sweep_gemm", ("layer", "m"), 2, "60"),
         ):

@@ -16,18 +16,17 @@ from kernels.tiles import DecodeTile
 from ops.bench import kernel_cases as cases
 
 TILES = [
-    DecodeTile(tile_tokens, 4, stages, per_sm)
-    for tile_tokens, stages, per_sm in [
-        (32, 2, 4),
-        (32, 3, 4),
-        (64, 2, 3),
-        (64, 3, 2),
-        (64, 2, 2),
-        (128, 2, 2),
-        (128, 1, 2),
-        (128, 2, 1),
-    ]
-] + [DecodeTile(64, 2, 2, 4), DecodeTile(128, 8, 2, 1), DecodeTile(128, 8, 2, 2)]
+    DecodeTile(64, 2, 2, 4),
+    DecodeTile(64, 2, 2, 3),
+    DecodeTile(64, 4, 2, 2),
+    DecodeTile(128, 4, 2, 2),
+    DecodeTile(32, 2, 2, 6),
+    DecodeTile(32, 1, 2, 8),
+    DecodeTile(32, 2, 3, 6),
+    DecodeTile(64, 1, 2, 4),
+    DecodeTile(64, 2, 3, 4),
+    DecodeTile(128, 2, 2, 3),
+]
 NAMES = [
     "32x8.b32.kv4096",
     "32x4.b1.kv1024.warm",

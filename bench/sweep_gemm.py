@@ -11,8 +11,10 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from kernels.gemv import gemv
 from kernels.small_gemm import new_gemm_workspace, small_linear
@@ -28,25 +30,42 @@ def gemv_tiles(n: int, k: int) -> list[GemvTile]:
     """Candidates for a weight [n, k]."""
     up = 1 << (k - 1).bit_length()
     sizes = sorted({min(up, s) for s in (512, 1024, 2048, 4096)})
-    tiles = [GemvTile(2, b, w) for b in sizes for w in (1, 2, 4) if 64 <= b // w // 8 * 8]
-    tiles += [GemvTile(4, min(up, 1024), 4), GemvTile(1, min(up, 2048), 2)]
+    tiles = [GemvTile(2, b, w) for b in sizes for w in (1, 2, 4)]
+    tiles += [
+        GemvTile(4, min(up, 1024), 4),
+        GemvTile(1, min(up, 2048), 2),
+        GemvTile(1, min(up, 1024), 1),
+    ]
     if n > 32768:
-        tiles = [GemvTile(bn, min(up, b), w) for bn in (4, 8) for b in (512, 1024) for w in (4, 8)]
+        tiles = [
+            GemvTile(bn, min(up, b), w) for bn in (2, 4, 8) for b in (1024, 2048) for w in (4, 8)
+        ]
     return list(dict.fromkeys(tiles))
 
 
-def gemm_tiles(m: int, n: int, k: int) -> list[SmallGemmTile]:
-    """Candidates for m rows and a weight [n, k]."""
-    tiles = []
+def gemm_tiles(m: int, n: int, k: int, glu: bool) -> list[SmallGemmTile]:
+    """Candidates for m rows and n outputs of length k."""
     if m <= 16:
-        tiles = [(16, 256, 2, 4), (32, 256, 4, 4), (32, 128, 4, 6), (64, 128, 4, 5)]
+        tiles = [
+            (16, 256, 2, 4),
+            (16, 128, 4, 6),
+            (32, 256, 4, 4),
+            (32, 128, 4, 6),
+            (64, 128, 4, 5),
+        ]
     elif m <= 32:
-        tiles = [(16, 256, 4, 3), (32, 128, 4, 5), (64, 128, 4, 4), (16, 128, 4, 6)]
+        tiles = [(16, 256, 4, 3), (16, 128, 4, 6), (32, 128, 4, 5), (64, 128, 4, 4)]
     else:
         tiles = [(16, 128, 4, 6), (32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 6)]
-    if n > 16384:
-        tiles = [t for t in tiles if t[0] >= 32] + [(128, 64, 4, 5)]
-    splits = (1, 2, 4) if n <= 1024 else (1, 2) if n <= 6144 else (1,)
+    if glu:
+        tiles = [(bn, bk, w, max(s * 2 // 3, 2)) for bn, bk, w, s in tiles]
+    elif n > 16384:
+        tiles = [t for t in tiles if t[0] >= 32] + [
+            (128, 64, 4, 5),
+            (128, 128, 4, 3),
+            (128, 64, 8, 5),
+        ]
+    splits = (1,) if glu else (1, 2, 4) if n <= 1024 else (1, 2) if n <= 6144 else (1,)
     return [
         SmallGemmTile(bn, bk, split, warps, stages)
         for bn, bk, warps, stages in tiles
@@ -55,91 +74,89 @@ def gemm_tiles(m: int, n: int, k: int) -> list[SmallGemmTile]:
     ]
 
 
-def layer_options(
-    shape: cases.ModelShape, name: str, m: int
-) -> tuple[torch.Tensor, dict[str, object]]:
-    """Input and fusion of one layer as the model uses it."""
-    k = dict((n, k) for n, _, k in [*shape.linear_layers, ("head", 0, shape.hidden)])[name]
-    if name == "o":
-        return cases.random(m, k), {"residual": cases.random(m, shape.hidden)}
-    if name == "down":
-        return cases.random(m, 2 * k), {"silu": True, "residual": cases.random(m, shape.hidden)}
-    return cases.random(m, k), {"norm_weight": cases.random(k), "eps": 1e-6}
+def layer_options(shape: cases.ModelShape, name: str, m: int) -> dict[str, object]:
+    """Fusion of one layer as the model uses it; the norm is fused for one row only."""
+    if name in ("o", "down"):
+        return {"residual": cases.random(m, shape.hidden)}
+    norm = {"norm_weight": cases.random(shape.hidden), "eps": 1e-6} if m == 1 else {}
+    return norm | ({"glu": True} if name == "gate_up" else {})
 
 
-def jobs() -> list[tuple[cases.ModelShape, str, int, int, int, object]]:
-    """(shape, layer, N, K, M, tile) of every configuration."""
-    found: list[tuple[cases.ModelShape, str, int, int, int, object]] = []
+Job = tuple[cases.ModelShape, str, int, int, int, GemvTile | SmallGemmTile]
+
+
+def jobs() -> list[Job]:
+    """(shape, layer, outputs N, K, M, tile) of every configuration."""
+    found: list[Job] = []
     for shape in SHAPES:
         for name, n, k in [*shape.linear_layers, ("head", shape.vocab_size, shape.hidden)]:
-            found += [(shape, name, n, k, 1, tile) for tile in gemv_tiles(n, k)]
+            glu = name == "gate_up"
+            outputs = n // 2 if glu else n
+            found += [(shape, name, outputs, k, 1, tile) for tile in gemv_tiles(outputs, k)]
             for m in M_BUCKETS:
-                found += [(shape, name, n, k, m, tile) for tile in gemm_tiles(m, n, k)]
+                found += [
+                    (shape, name, outputs, k, m, tile) for tile in gemm_tiles(m, outputs, k, glu)
+                ]
     return found
 
 
-def call(
-    shape: cases.ModelShape, name: str, m: int, tile: object
-) -> Callable[[torch.Tensor], None]:
-    """A launcher of one configuration, given a weight."""
-    x, options = layer_options(shape, name, m)
+def launcher(job: Job) -> Callable[[torch.Tensor], None]:
+    """A launch of one configuration, given a weight."""
+    shape, name, n, k, m, tile = job
+    options = layer_options(shape, name, m)
+    x = cases.random(m, k)
+    out = options.get("residual", torch.empty(m, n, dtype=cases.DTYPE, device=cases.DEVICE))
     workspace = new_gemm_workspace(cases.DEVICE)
 
     def run(weight: torch.Tensor) -> None:
-        out = options.get("residual")
-        target = (
-            out
-            if isinstance(out, torch.Tensor)
-            else outs.setdefault(
-                0, torch.empty(m, weight.shape[0], dtype=cases.DTYPE, device=cases.DEVICE)
-            )
-        )
         if isinstance(tile, GemvTile):
-            gemv(target, x, weight, tile=tile, **options)  # type: ignore[arg-type]
-        elif isinstance(tile, SmallGemmTile):
-            small_linear(target, x, weight, workspace, tile=tile, **options)  # type: ignore[arg-type]
+            gemv(out, x, weight, tile=tile, **options)  # type: ignore[arg-type]
+        else:
+            small_linear(out, x, weight, workspace, tile=tile, **options)  # type: ignore[arg-type]
 
-    outs: dict[int, torch.Tensor] = {}
     return run
+
+
+def weight_rows(job: Job) -> int:
+    """Rows of the weight: twice the outputs where gate and up are merged."""
+    return job[2] * (2 if job[1] == "gate_up" else 1)
 
 
 def compile_part(part: int, parts: int) -> None:
     """Run every parts-th configuration once."""
-    for shape, name, n, k, m, tile in jobs()[part::parts]:
+    for job in jobs()[part::parts]:
         try:
-            call(shape, name, m, tile)(cases.random(n, k))
-        except Exception as error:  # noqa: BLE001 (a tile that does not fit is a result too)
-            print(f"{shape.name} {name} m{m} {tile}: {type(error).__name__}")
+            launcher(job)(cases.random(weight_rows(job), job[3]))
+        except OutOfResources as error:
+            print(f"{job[0].name} {job[1]} m{job[4]} {job[5]}: {error}")
 
 
 def sweep(seconds: float) -> list[dict[str, float | str | int]]:
     """Time every configuration; the best of each (shape, layer, M) first."""
     began = time.monotonic()
     results: list[dict[str, float | str | int]] = []
-    weights: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for shape, name, n, k, m, tile in jobs():
+    weights: list[torch.Tensor] = []
+    for job in jobs():
         if time.monotonic() - began > seconds:
+            print(f"stopped at {job[0].name} {job[1]} m{job[4]}")
             break
-        if (n, k) not in weights:
-            weights.clear()
-            weights[n, k] = [cases.random(n, k, scale=k**-0.5) for _ in range(num_sets(2 * n * k))]
-        run = call(shape, name, m, tile)
+        shape, name, n, k, m, tile = job
+        size = (weight_rows(job), k)
+        if not weights or weights[0].shape != size:
+            weights = [cases.random(*size, scale=k**-0.5) for _ in range(num_sets(2 * size[0] * k))]
         try:
-            timing = time_calls([lambda w=w, run=run: run(w) for w in weights[n, k]], replays=5)  # type: ignore[misc]
-        except Exception as error:  # noqa: BLE001 (a tile that does not fit is a result too)
-            print(f"{shape.name} {name} m{m} {tile}: {type(error).__name__}")
+            run = launcher(job)
+            timing = time_calls([partial(run, w) for w in weights], replays=5)
+        except OutOfResources:
             continue
-        results.append(
-            {
-                "layer": f"{shape.name}.{name}",
-                "n": n,
-                "k": k,
-                "m": m,
-                "us": round(timing.p50_us, 2),
-                "tb_s": round(2 * n * k / timing.p50_us / 1e6, 2),
-                "tile": str(tile),
-            }
-        )
+        record: dict[str, float | str | int] = {
+            "layer": f"{shape.name}.{name}",
+            "n": n,
+            "k": k,
+            "m": m,
+        }
+        record |= {"us": round(timing.p50_us, 2), "tile": str(tile)}
+        results.append(record | {"tb_s": round(2 * size[0] * k / timing.p50_us / 1e6, 2)})
     results.sort(key=lambda r: (str(r["layer"]), int(r["m"]), float(r["us"])))
     return results
 

@@ -1,10 +1,11 @@
 """The work list of decode attention, built on the device once per step from the sequence lengths.
 
-The context of a row is cut into tiles of fixed length, and tiles into groups of GROUP_TILES, both counted from
-position 0. A row's result is always the same nested fold: tiles into groups, groups into the row, in order. What
-varies with the load is only how much of that fold one work item does: one tile (few rows: use every
-multiprocessor), one group, or the whole row (many rows: no partial results). So the numbers do not depend on the
-batch, and the choice is made here, on the device, where the lengths are.
+The context of a row is cut into tiles of fixed length, tiles into quads and quads into groups, all
+counted from position 0. A row's result is always the same nested fold: tiles into quads, quads into
+groups, groups into the row, in order. What varies with the load is only how much of that fold one
+work item does: a tile (few rows: use every multiprocessor), a quad, a group, or the whole row (many
+rows: no partial results). So the numbers do not depend on the batch, and the choice is made here,
+on the device, where the lengths are.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import triton.language as tl
 
 from kernels.pdl import pdl_begin, pdl_options
 
-GROUP_TILES = 8
-"""Tiles in one group of the fold. Part of the numerics: changing it changes low bits."""
+QUAD_TILES = 4
+"""Tiles in one quad of the fold. Part of the numerics: changing it changes low bits."""
+GROUP_TILES = 16
+"""Tiles in one group of the fold, a multiple of QUAD_TILES; likewise part of the numerics."""
 
 NUM_COUNTS = 4
 """int32 fields of DecodePlan.counts: number of items, then three unused to keep the row 16 bytes wide."""
@@ -61,6 +64,25 @@ def new_decode_plan(
 
 
 @triton.jit
+def _items_of(begins, ends, tiles, PER_ITEM: tl.constexpr):
+    """Work items of each row at PER_ITEM tiles an item."""
+    return tl.where(tiles > 0, (ends + PER_ITEM - 1) // PER_ITEM - begins // PER_ITEM, 0)
+
+
+@triton.jit
+def _cost(items, share, longest, num_kv_heads, num_programs, max_slots, PER_ITEM: tl.constexpr):
+    """Estimated time of a step in tiles: the even share, a toll per round of items, and the last fold.
+
+    The tolls (0.6 tiles an item, 0.03 a partial result) were fitted to H200 timings at 64-token tiles.
+    """
+    total = tl.sum(items, axis=0)
+    rounds = (total * num_kv_heads + num_programs - 1) // num_programs
+    length = tl.maximum(share, tl.minimum(longest, PER_ITEM).to(tl.float32))
+    cost = length + 0.6 * rounds + 0.5 + 0.03 * tl.max(items, axis=0)
+    return tl.where(total <= max_slots, cost, 1e30)
+
+
+@triton.jit
 def _plan_kernel(
     items_ptr,
     counts_ptr,
@@ -72,6 +94,7 @@ def _plan_kernel(
     max_slots,
     window,
     TILE: tl.constexpr,
+    QUAD: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
@@ -84,15 +107,40 @@ def _plan_kernel(
     ends = (seq_lens + TILE - 1) // TILE
     begins = tl.where(window > 0, tl.maximum(seq_lens - window, 0) // TILE, 0)
     tiles = ends - begins
-    groups = tl.where(tiles > 0, (ends + GROUP - 1) // GROUP - begins // GROUP, 0)
-    total_tiles = tl.sum(tiles, axis=0)
-    total_groups = tl.sum(groups, axis=0)
-    share = total_tiles * num_kv_heads // num_programs
-    per_item = GROUP
-    if (total_tiles * num_kv_heads <= 2 * num_programs) & (total_tiles <= max_slots):
-        per_item = 1
-    elif (share >= 3 * tl.max(tiles, axis=0)) | (total_groups > max_slots):
-        per_item = 1 << 20  # more tiles than any row has
+    longest = tl.max(tiles, axis=0)
+    live_rows = tl.sum((tiles > 0).to(tl.int32), axis=0)
+    share = tl.sum(tiles, axis=0).to(tl.float32) * num_kv_heads / num_programs
+    by_tile = _cost(
+        _items_of(begins, ends, tiles, 1), share, longest, num_kv_heads, num_programs, max_slots, 1
+    )
+    by_quad = _cost(
+        _items_of(begins, ends, tiles, QUAD),
+        share,
+        longest,
+        num_kv_heads,
+        num_programs,
+        max_slots,
+        QUAD,
+    )
+    by_group = _cost(
+        _items_of(begins, ends, tiles, GROUP),
+        share,
+        longest,
+        num_kv_heads,
+        num_programs,
+        max_slots,
+        GROUP,
+    )
+    row_rounds = (live_rows * num_kv_heads + num_programs - 1) // num_programs
+    by_row = (row_rounds * longest).to(tl.float32)
+    best = tl.minimum(tl.minimum(by_tile, by_quad), tl.minimum(by_group, by_row))
+    per_item = 1 << 20  # more tiles than any row has
+    if best < by_row:
+        per_item = GROUP
+        if by_tile <= best:
+            per_item = 1
+        elif by_quad <= best:
+            per_item = QUAD
     counts = tl.where(tiles > 0, (ends + per_item - 1) // per_item - begins // per_item, 0)
     # Full-size items come first, each row's last one after all of them: short items fill the tail.
     heads = tl.maximum(counts - 1, 0)
@@ -151,6 +199,7 @@ def plan_decode(
         plan.max_slots,
         window,
         TILE=plan.tile_tokens,
+        QUAD=QUAD_TILES,
         GROUP=GROUP_TILES,
         BLOCK_B=block,
         num_warps=1 if block <= 64 else 4,

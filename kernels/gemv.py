@@ -34,6 +34,7 @@ def _gemv_kernel(
     PROLOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    GLU: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -44,12 +45,17 @@ def _gemv_kernel(
     row_mask = rows < num_rows
     columns = tl.arange(0, BLOCK_K)
     weight_at = weight_ptr + rows.to(tl.int64)[:, None] * weight_stride + columns[None, :]
-    tile = tl.load(weight_at, mask=row_mask[:, None] & (columns < K)[None, :], other=0.0)
+    first_mask = row_mask[:, None] & (columns < K)[None, :]
+    tile = tl.load(weight_at, mask=first_mask, other=0.0)
+    up_at = weight_at + num_rows.to(tl.int64) * weight_stride
+    if GLU:
+        up_tile = tl.load(up_at, mask=first_mask, other=0.0)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     square = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(0, K, BLOCK_K):
         here = k + columns
@@ -62,14 +68,24 @@ def _gemv_kernel(
             up = tl.load(x_ptr + K + here, mask=mask, other=0.0).to(tl.float32)
             x = silu_mul_values(x, up)
         current = tile
+        if GLU:
+            up_acc += up_tile.to(tl.float32) * x[None, :]
         if k + BLOCK_K < K:
             next_mask = row_mask[:, None] & (here + BLOCK_K < K)[None, :]
             tile = tl.load(weight_at + (k + BLOCK_K), mask=next_mask, other=0.0)
+            if GLU:
+                up_tile = tl.load(up_at + (k + BLOCK_K), mask=next_mask, other=0.0)
         acc += current.to(tl.float32) * x[None, :]
     y = tl.sum(acc, axis=1)
     if PROLOGUE == 1:
         # The row's scale is one factor of the whole sum: applied once, in float32.
-        y *= tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+        scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+        y *= scale
+    if GLU:
+        up = tl.sum(up_acc, axis=1)
+        if PROLOGUE == 1:
+            up *= scale
+        y = silu_mul_values(y, up)
     if HAS_BIAS:
         y += bias
     if HAS_RESIDUAL:
@@ -86,19 +102,22 @@ def gemv(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     silu: bool = False,
+    glu: bool = False,
     residual: torch.Tensor | None = None,
     pdl: bool = True,
     tile: GemvTile | None = None,
 ) -> None:
-    """out = f(x) W^T + bias + residual for one row; see small_gemm.small_linear for f and the arguments.
+    """out = f(x) W^T + bias + residual for one row; see small_gemm.small_linear for f, glu and the rest.
 
     Args:
         out: [1, N] contiguous, float32 or the dtype of x; written. May be residual.
         x: [1, K] contiguous, or [1, 2 K] gate and up when silu.
-        weight: [N, K], last dimension contiguous.
+        weight: [N, K], or [2 N, K] when glu; last dimension contiguous.
         bias: [N]. norm_weight: [K]. residual: [1, N]. tile: None: from the table.
     """
     num_rows, k = weight.shape
+    if glu:
+        num_rows //= 2
     if tile is None:
         tile = gemv_tile(num_rows, k)
     prologue = PROLOGUE_SILU if silu else PROLOGUE_NORM if norm_weight is not None else 0
@@ -116,6 +135,7 @@ def gemv(
         PROLOGUE=prologue,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        GLU=glu,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         num_warps=tile.num_warps,

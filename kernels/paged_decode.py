@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.decode_plan import GROUP_TILES, DecodePlan
-from kernels.pdl import pdl_options
+from kernels.decode_plan import GROUP_TILES, QUAD_TILES, DecodePlan
+from kernels.pdl import pdl_options, prefetch_l2
 from kernels.tiles import DecodeTile, decode_tile
 
 LOG2_E = math.log2(math.e)
@@ -108,46 +108,123 @@ def _fold_partials(
     dims,
     NUM_Q: tl.constexpr,
     D: tl.constexpr,
+    QUAD: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Fold all partial results of one row, in order of position: tiles into groups, groups into the row."""
+    """Fold all partial results of one row as `_fold_tiles` would have folded its tiles."""
     first_slot = tl.load(entry_at).to(tl.int64)
     count = tl.load(entry_at + 1)
     first_tile = tl.load(entry_at + 2)
     per_item = tl.load(entry_at + 3)
-    items_per_group = tl.maximum(GROUP // per_item, 1)
-    lead = (first_tile // per_item) % items_per_group
     mask = head_mask[:, None] & (dims < D)[None, :]
+    per_quad = tl.maximum(QUAD // per_item, 1)
+    per_group = tl.maximum(GROUP // per_item, 1)
+    first_item = first_tile // per_item
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for group_begin in range(-lead, count, items_per_group):
+    for group_begin in range(-(first_item % per_group), count, per_group):
         m_group = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_group = tl.zeros([BLOCK_M], tl.float32)
         acc_group = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        # A missing item counts as empty, which the fold leaves out exactly.
-        for offset in tl.static_range(GROUP):
-            item = group_begin + offset
-            is_there = (offset < items_per_group) & (item >= 0) & (item < count)
-            at = (first_slot + item) * NUM_Q + q_heads
-            here = head_mask & is_there
-            # Written by other programs during this launch: read past the L1 cache.
-            m_item = tl.load(
-                max_sum_ptr + at * 2, mask=here, other=float("-inf"), cache_modifier=".cg"
-            )
-            l_item = tl.load(max_sum_ptr + at * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
-            acc_item = tl.load(
-                acc_ptr + at[:, None] * D + dims[None, :],
-                mask=mask & is_there,
-                other=0.0,
-                cache_modifier=".cg",
-            )
+        for quad_begin in range(group_begin, tl.minimum(group_begin + per_group, count), per_quad):
+            m_quad = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l_quad = tl.zeros([BLOCK_M], tl.float32)
+            acc_quad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            # A missing item counts as empty, which the fold leaves out exactly.
+            for offset in tl.static_range(QUAD):
+                item = quad_begin + offset
+                is_there = (offset < per_quad) & (item >= 0) & (item < count)
+                at = (first_slot + item) * NUM_Q + q_heads
+                here = head_mask & is_there
+                # Written by other programs during this launch: read past the L1 cache.
+                m_item = tl.load(
+                    max_sum_ptr + at * 2, mask=here, other=float("-inf"), cache_modifier=".cg"
+                )
+                l_item = tl.load(
+                    max_sum_ptr + at * 2 + 1, mask=here, other=0.0, cache_modifier=".cg"
+                )
+                acc_item = tl.load(
+                    acc_ptr + at[:, None] * D + dims[None, :],
+                    mask=mask & is_there,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                m_quad, l_quad, acc_quad = _fold(m_quad, l_quad, acc_quad, m_item, l_item, acc_item)
             m_group, l_group, acc_group = _fold(
-                m_group, l_group, acc_group, m_item, l_item, acc_item
+                m_group, l_group, acc_group, m_quad, l_quad, acc_quad
             )
         m, l, acc = _fold(m, l, acc, m_group, l_group, acc_group)
+    return m, l, acc
+
+
+@triton.jit
+def _fold_tiles(
+    q,
+    k_ptr,
+    v_ptr,
+    table_at,
+    kv_offset,
+    tile_begin,
+    tile_end,
+    begin,
+    seq_len,
+    scale_log2,
+    stride_block,
+    stride_token,
+    dims,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    QUAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """The part of the nested fold that covers tiles tile_begin .. tile_end - 1."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m_group, l_group, acc_group = m, l, acc
+    m_quad, l_quad, acc_quad = m, l, acc
+    for tile in tl.range(tile_begin, tile_end, num_stages=STAGES):
+        m_tile, l_tile, acc_tile = _tile(
+            q,
+            k_ptr,
+            v_ptr,
+            table_at,
+            kv_offset,
+            tile,
+            begin,
+            seq_len,
+            scale_log2,
+            stride_block,
+            stride_token,
+            dims,
+            BLOCK_SIZE,
+            TILE,
+            D,
+            BLOCK_D,
+            DOT_PRECISION,
+        )
+        m_quad, l_quad, acc_quad = _fold(m_quad, l_quad, acc_quad, m_tile, l_tile, acc_tile)
+        is_last = tile + 1 == tile_end
+        if ((tile + 1) % QUAD == 0) | is_last:
+            m_group, l_group, acc_group = _fold(
+                m_group, l_group, acc_group, m_quad, l_quad, acc_quad
+            )
+            m_quad = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l_quad = tl.zeros([BLOCK_M], tl.float32)
+            acc_quad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            if ((tile + 1) % GROUP == 0) | is_last:
+                m, l, acc = _fold(m, l, acc, m_group, l_group, acc_group)
+                m_group = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                l_group = tl.zeros([BLOCK_M], tl.float32)
+                acc_group = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     return m, l, acc
 
 
@@ -180,6 +257,7 @@ def _paged_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    QUAD: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
@@ -192,55 +270,69 @@ def _paged_decode_kernel(
     q_mask = head_mask[:, None] & (dims < D)[None, :]
     if PDL:
         gdc_launch_dependents()
+    # Work list, lengths and tables are older than the kernel before this one (see paged_decode), so
+    # they are read, and the first keys and values asked for, before the wait. Past the L1 cache,
+    # which may hold the last step's list.
+    num_work = tl.load(counts_ptr, cache_modifier=".cg") * NUM_KV
+    is_live = tl.program_id(0) < num_work
+    item_at = items_ptr + (tl.program_id(0) // NUM_KV) * 4
+    entry = tl.load(item_at, mask=is_live, other=0, cache_modifier=".cg")
+    tile_begin = tl.load(item_at + 1, mask=is_live, other=0, cache_modifier=".cg")
+    tile_end = tl.load(item_at + 2, mask=is_live, other=0, cache_modifier=".cg")
+    slot = tl.load(item_at + 3, mask=is_live, other=0, cache_modifier=".cg")
+    seq_len = tl.load(seq_len_ptr + entry, mask=is_live, other=0, cache_modifier=".cg")
+    row = tl.load(row_ptr + entry, mask=is_live, other=0, cache_modifier=".cg").to(tl.int64)
+    if PDL:
+        positions = tile_begin * TILE + tl.arange(0, TILE)
+        here = is_live & (positions < seq_len)
+        table_at = block_table_ptr + row * table_stride + positions // BLOCK_SIZE
+        block_ids = tl.load(table_at, mask=here, other=0, cache_modifier=".cg").to(tl.int64)
+        offsets = block_ids * stride_block + (positions % BLOCK_SIZE) * stride_token
+        offsets += (tl.program_id(0) % NUM_KV) * D
+        LINE: tl.constexpr = 128 // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        lines = tl.arange(0, BLOCK_D // LINE) * LINE
+        prefetch_l2(k_ptr + offsets[:, None] + lines[None, :])
+        prefetch_l2(v_ptr + offsets[:, None] + lines[None, :])
         gdc_wait()
-    num_work = tl.load(counts_ptr) * NUM_KV
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        item_at = items_ptr + (work // NUM_KV) * 4
         kv_head = work % NUM_KV
-        entry = tl.load(item_at)
-        tile_begin = tl.load(item_at + 1)
-        tile_end = tl.load(item_at + 2)
-        slot = tl.load(item_at + 3)
-        seq_len = tl.load(seq_len_ptr + entry)
-        row = tl.load(row_ptr + entry).to(tl.int64)
         begin = tl.where(window > 0, tl.maximum(seq_len - window, 0), 0)
         q_heads = kv_head * GROUP_HEADS + lanes
         row_offsets = q_heads[:, None] * D + dims[None, :]
         q = tl.load(q_ptr + entry.to(tl.int64) * q_stride + row_offsets, mask=q_mask, other=0.0)
-        table_at = block_table_ptr + row * table_stride
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for group in range(tile_begin // GROUP, (tile_end + GROUP - 1) // GROUP):
-            m_group = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l_group = tl.zeros([BLOCK_M], tl.float32)
-            acc_group = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            first = tl.maximum(tile_begin, group * GROUP)
-            last = tl.minimum(tile_end, group * GROUP + GROUP)
-            for tile in tl.range(first, last, num_stages=STAGES):
-                m_tile, l_tile, acc_tile = _tile(
-                    q,
-                    k_ptr,
-                    v_ptr,
-                    table_at,
-                    kv_head * D,
-                    tile,
-                    begin,
-                    seq_len,
-                    scale_log2,
-                    stride_block,
-                    stride_token,
-                    dims,
-                    BLOCK_SIZE,
-                    TILE,
-                    D,
-                    BLOCK_D,
-                    DOT_PRECISION,
-                )
-                m_group, l_group, acc_group = _fold(
-                    m_group, l_group, acc_group, m_tile, l_tile, acc_tile
-                )
-            m, l, acc = _fold(m, l, acc, m_group, l_group, acc_group)
+        # The next item's fields arrive while this one is worked on.
+        is_more = work + tl.num_programs(0) < num_work
+        next_at = items_ptr + ((work + tl.num_programs(0)) // NUM_KV) * 4
+        next_entry = tl.load(next_at, mask=is_more, other=0)
+        next_begin = tl.load(next_at + 1, mask=is_more, other=0)
+        next_end = tl.load(next_at + 2, mask=is_more, other=0)
+        next_slot = tl.load(next_at + 3, mask=is_more, other=0)
+        m, l, acc = _fold_tiles(
+            q,
+            k_ptr,
+            v_ptr,
+            block_table_ptr + row * table_stride,
+            kv_head * D,
+            tile_begin,
+            tile_end,
+            begin,
+            seq_len,
+            scale_log2,
+            stride_block,
+            stride_token,
+            dims,
+            BLOCK_SIZE,
+            TILE,
+            QUAD,
+            GROUP,
+            D,
+            BLOCK_M,
+            BLOCK_D,
+            STAGES,
+            DOT_PRECISION,
+        )
+        next_seq_len = tl.load(seq_len_ptr + next_entry, mask=is_more, other=0)
+        next_row = tl.load(row_ptr + next_entry, mask=is_more, other=0).to(tl.int64)
         is_final = slot < 0
         if slot >= 0:
             at = slot.to(tl.int64) * NUM_Q + q_heads
@@ -261,6 +353,7 @@ def _paged_decode_kernel(
                     dims,
                     NUM_Q,
                     D,
+                    QUAD,
                     GROUP,
                     BLOCK_M,
                     BLOCK_D,
@@ -270,6 +363,8 @@ def _paged_decode_kernel(
             l = tl.where(head_mask, l, 1.0)
             out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + entry.to(tl.int64) * out_stride + row_offsets, out, mask=q_mask)
+        entry, tile_begin, tile_end, slot = next_entry, next_begin, next_end, next_slot
+        seq_len, row = next_seq_len, next_row
 
 
 def paged_decode(
@@ -289,8 +384,11 @@ def paged_decode(
 ) -> None:
     """out[b] = softmax(q[b] K^T * scale) V over the cached tokens of entry b, for one new token per entry.
 
-    Entries with seq_len 0 are not in the plan: their output is left alone. The new token's k and v must be in the
-    cache. The result of an entry depends on its own tokens only, to the last bit.
+    Entries with seq_len 0 are not in the plan: their output is left alone. The new token's k and v
+    must be in the cache. The result of an entry depends on its own tokens only, to the last bit.
+    With pdl, the plan, lengths, rows and block tables are read before the wait for the kernel
+    before: they must have been written by work that a launch without pdl has waited for since (that
+    launch may be plan_decode itself, when at least one kernel lies between it and this one).
 
     Args:
         out: [B, HQ, D], last two dimensions contiguous; written.
@@ -341,6 +439,7 @@ def paged_decode(
         BLOCK_M=max(16, triton.next_power_of_2(group_heads)),
         BLOCK_SIZE=block_size,
         TILE=tile.tile_tokens,
+        QUAD=QUAD_TILES,
         GROUP=GROUP_TILES,
         STAGES=tile.num_stages,
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

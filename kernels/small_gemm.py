@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.activation import silu_mul_values
 from kernels.gemv import PROLOGUE_NONE, PROLOGUE_NORM, PROLOGUE_SILU, gemv
+from kernels.norm import rms_norm
 from kernels.pdl import pdl_options, prefetch_l2
 from kernels.tiles import SmallGemmTile, small_gemm_tile
 
@@ -61,6 +62,7 @@ def _small_gemm_kernel(
     PROLOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    GLU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -88,9 +90,13 @@ def _small_gemm_kernel(
         )
         line_at = weight_ptr + safe_rows[:, None] * weight_stride + k_begin + lines[None, :]
         prefetch_l2(line_at)
+        if GLU:
+            prefetch_l2(line_at + num_rows.to(tl.int64) * weight_stride)
         gdc_wait()
+    up_at = weight_at + num_rows.to(tl.int64) * weight_stride
     x_at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     square = tl.zeros([BLOCK_M], tl.float32)
     for k in tl.range(k_begin, min(k_begin + SPLIT_LEN, K), BLOCK_K, num_stages=STAGES):
         mask = k + columns < K
@@ -109,6 +115,12 @@ def _small_gemm_kernel(
             up = tl.load(x_at + K + k, mask=token_mask[:, None] & mask[None, :], other=0.0)
             x = silu_mul_values(x.to(tl.float32), up.to(tl.float32)).to(x.dtype)
         acc = tl.dot(x, tl.trans(w), acc, input_precision=DOT_PRECISION)
+        if GLU:
+            if K % BLOCK_K == 0:
+                w_up = tl.load(up_at + k)
+            else:
+                w_up = tl.load(up_at + k, mask=mask[None, :], other=0.0)
+            up_acc = tl.dot(x, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
     is_final = True
     if SPLIT_K > 1:
         tile_at = tokens[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -130,7 +142,12 @@ def _small_gemm_kernel(
                 square += tl.load(at + BLOCK_M * BLOCK_N + tokens, cache_modifier=".cg")
     if is_final:
         if PROLOGUE == 1:
-            acc *= tl.rsqrt(square / K + eps)[:, None]
+            scale = tl.rsqrt(square / K + eps)[:, None]
+            acc *= scale
+        if GLU:
+            if PROLOGUE == 1:
+                up_acc *= scale
+            acc = silu_mul_values(acc, up_acc)
         if HAS_BIAS:
             acc += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)[None, :]
         mask = token_mask[:, None] & row_mask[None, :]
@@ -151,32 +168,43 @@ def small_linear(
     bias: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    norm_scratch: torch.Tensor | None = None,
     silu: bool = False,
+    glu: bool = False,
     residual: torch.Tensor | None = None,
     pdl: bool = True,
     tile: SmallGemmTile | None = None,
 ) -> None:
-    """out = f(x) W^T + bias + residual, for at most MAX_SMALL_M rows, in one launch.
+    """out = f(x) W^T + bias + residual, for at most MAX_SMALL_M rows; glu: silu(f(x) Wg^T) * f(x) Wu^T.
 
     f is the identity; RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight where norm_weight is given; or
-    silu(x[:, :K]) * x[:, K:] where silu is set.
+    silu(x[:, :K]) * x[:, K:] where silu is set. Use glu on the gate and up projections rather than
+    silu on the down projection: there every program would repeat the activation of the whole row.
 
     Args:
         out: [M, N], last dimension contiguous, float32 or the dtype of x; written. May be residual, not x.
         x: [M, K], or [M, 2 K] when silu; last dimension contiguous.
-        weight: [N, K], last dimension contiguous, dtype of x.
+        weight: [N, K], or [2 N, K] with the gate's rows first when glu; last dimension contiguous,
+            dtype of x.
         workspace: from new_gemm_workspace; one per stream.
-        bias: [N]. norm_weight: [K]. residual: [M, N], last dimension contiguous.
+        bias: [N], not with glu. norm_weight: [K].
+        norm_scratch: [M, K] of x's dtype; overwritten. For more than one row the norm then runs as a
+            launch of its own (2 us, where repeating it in every program costs 5 to 60 on an H200).
+        residual: [M, N], last dimension contiguous.
         eps: of the norm. pdl: launch while the kernel before still runs.
         tile: None: from the table.
 
     Raises:
-        ValueError: more rows than MAX_SMALL_M, or both a norm and silu.
+        ValueError: more rows than MAX_SMALL_M, or both a norm and silu, or both glu and a bias.
     """
     num_tokens = x.shape[0]
     num_rows, k = weight.shape
     if num_tokens > MAX_SMALL_M or (silu and norm_weight is not None):
         raise ValueError(f"small_linear takes up to {MAX_SMALL_M} rows and one of norm and silu")
+    if glu and bias is not None:
+        raise ValueError("small_linear has no bias with glu")
+    if glu:
+        num_rows //= 2
     if num_tokens == 1 and tile is None:
         gemv(
             out,
@@ -186,17 +214,22 @@ def small_linear(
             norm_weight=norm_weight,
             eps=eps,
             silu=silu,
+            glu=glu,
             residual=residual,
             pdl=pdl,
         )
         return
+    if norm_weight is not None and norm_scratch is not None:
+        rms_norm(norm_scratch, x, norm_weight, eps, pdl=pdl)
+        x, norm_weight = norm_scratch, None
     if tile is None:
         tile = small_gemm_tile(num_tokens, num_rows, k)
     block_m = max(16, triton.next_power_of_2(num_tokens))
     num_blocks = triton.cdiv(num_rows, tile.block_n)
     split_k = tile.split_k
     if split_k > 1 and (
-        num_blocks > WORKSPACE_TILES
+        glu
+        or num_blocks > WORKSPACE_TILES
         or num_blocks * split_k * block_m * (tile.block_n + 1) > WORKSPACE_FLOATS
     ):
         split_k = 1
@@ -223,6 +256,7 @@ def small_linear(
         PROLOGUE=prologue,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        GLU=glu,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -243,6 +277,7 @@ def small_linear_ref(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     silu: bool = False,
+    glu: bool = False,
     residual: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -254,6 +289,9 @@ def small_linear_ref(
     if norm_weight is not None:
         a = a * torch.rsqrt(a.square().mean(-1, keepdim=True) + eps) * norm_weight.to(dtype)
     y = a @ weight.to(dtype).T
+    if glu:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
     if bias is not None:
         y = y + bias.to(dtype)
     return y if residual is None else y + residual.to(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -18,7 +19,7 @@ from kernels.prefill import prefill_attention
 from kernels.rope import rope_kv_write, rope_tables
 from kernels.sampler import new_sampler_workspace, new_sampling_tables, sample
 from kernels.small_gemm import new_gemm_workspace, small_linear
-from kernels.tiles import DecodeTile, SmallGemmTile, decode_tile
+from kernels.tiles import DecodeTile, PrefillTile, decode_tile
 from ops.bench.kernel_timing import Row, make_row, num_sets, time_calls
 
 DTYPE = torch.bfloat16
@@ -167,45 +168,32 @@ def decode_rows(
     count = 1 if stays_in_cache else num_sets(kv_bytes)
     sets = [decode_set(seq_lens, num_q_heads, num_kv_heads, head_dim, 64) for _ in range(count)]
     plan, workspace = decode_plan_for(sets[0], tile)
-    timing = time_calls([lambda s=s: s.run(plan, workspace, tile) for s in sets])  # type: ignore[misc]
+    timing = time_calls([partial(s.run, plan, workspace, tile) for s in sets])
     baseline_us = math.nan
     if with_baseline and len(set(seq_lens)) == 1:
         shape = (len(seq_lens), num_kv_heads, seq_lens[0], head_dim)
         caches = [(random(*shape), random(*shape)) for _ in range(count)]
         q = sets[0].q.view(len(seq_lens), num_q_heads, 1, head_dim)
-        calls = [
-            lambda k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True)  # type: ignore[misc]
-            for k, v in caches
-        ]
+        calls = [partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in caches]
         baseline_us = time_calls(calls, replays=5).p50_us
     flops = 4.0 * sum(seq_lens) * num_q_heads * head_dim
     label = "sdpa" if baseline_us == baseline_us else ""
     return make_row(f"decode.{name}", timing, kv_bytes, flops, label, baseline_us)
 
 
-def linear_rows(
-    shape: ModelShape, m: int, tiles: dict[tuple[int, int], SmallGemmTile] | None = None
-) -> Iterator[Row]:
-    """small_linear of each layer beside cuBLAS, weights rotated."""
+def linear_rows(shape: ModelShape, m: int) -> Iterator[Row]:
+    """small_linear of each layer beside cuBLAS, weights rotated; gate_up with its activation fused."""
     workspace = new_gemm_workspace(DEVICE)
-    layers = [*shape.linear_layers, ("head", shape.vocab_size, shape.hidden)]
-    for name, n, k in layers:
-        size = 2 * n * k
-        weights = [random(n, k, scale=k**-0.5) for _ in range(num_sets(size))]
-        x = random(m, k)
-        out = torch.empty(m, n, dtype=DTYPE, device=DEVICE)
-        tile = tiles.get((n, k)) if tiles else None
-        timing = time_calls(
-            [lambda w=w: small_linear(out, x, w, workspace, tile=tile) for w in weights]  # type: ignore[misc]
-        )
-        base = time_calls(
-            [lambda w=w: linear(x, w) for w in weights],  # type: ignore[misc]
-            replays=7,
-        )
-        moved = size + 2.0 * m * (n + k)
+    for name, n, k in [*shape.linear_layers, ("head", shape.vocab_size, shape.hidden)]:
+        glu = name == "gate_up"
+        weights = [random(n, k, scale=k**-0.5) for _ in range(num_sets(2 * n * k))]
+        x, out = random(m, k), torch.empty(m, n // (2 if glu else 1), dtype=DTYPE, device=DEVICE)
+        calls = [partial(small_linear, out, x, w, workspace, glu=glu) for w in weights]
+        base = time_calls([partial(linear, x, w) for w in weights], replays=7)
+        moved = 2.0 * (n * k + m * (n + k))
         yield make_row(
             f"linear.{shape.name}.{name}.m{m}",
-            timing,
+            time_calls(calls),
             moved,
             2.0 * m * n * k,
             "cublas",
@@ -222,14 +210,16 @@ def chain_row(shape: ModelShape, m: int, num_layers: int) -> Row:
     norm_weight = random(shape.hidden)
     stream, attn = random(m, shape.hidden), random(m, shape.num_q_heads * shape.head_dim)
     qkv = torch.empty(m, shape.linear_layers[0][1], dtype=DTYPE, device=DEVICE)
-    gate_up = torch.empty(m, 2 * shape.intermediate, dtype=DTYPE, device=DEVICE)
+    gated = torch.empty(m, shape.intermediate, dtype=DTYPE, device=DEVICE)
+    scratch = torch.empty_like(stream)
+    norm = {"norm_weight": norm_weight, "eps": 1e-6, "norm_scratch": scratch}
 
     def ours() -> None:
         for w_qkv, w_o, w_up, w_down in blocks:
-            small_linear(qkv, stream, w_qkv, workspace, norm_weight=norm_weight, eps=1e-6)
+            small_linear(qkv, stream, w_qkv, workspace, **norm)  # type: ignore[arg-type]
             small_linear(stream, attn, w_o, workspace, residual=stream)
-            small_linear(gate_up, stream, w_up, workspace, norm_weight=norm_weight, eps=1e-6)
-            small_linear(stream, gate_up, w_down, workspace, silu=True, residual=stream)
+            small_linear(gated, stream, w_up, workspace, **norm, glu=True)  # type: ignore[arg-type]
+            small_linear(stream, gated, w_down, workspace, residual=stream)
 
     inner = random(m, shape.intermediate)
 
@@ -258,15 +248,15 @@ def fixed_rows(m: int) -> Iterator[Row]:
     for name, n, k in QWEN3_8B.linear_layers:
         weights = [random(n, k, scale=k**-0.5) for _ in range(num_sets(2 * n * k))]
         x, out = random(m, k), torch.empty(m, n, dtype=DTYPE, device=DEVICE)
-        timing = time_calls([lambda w=w: fixed_linear(out, x, w, pdl=True) for w in weights])  # type: ignore[misc]
-        base = time_calls([lambda w=w: linear(x, w) for w in weights], replays=7)  # type: ignore[misc]
+        timing = time_calls([partial(fixed_linear, out, x, w, pdl=True) for w in weights])
+        base = time_calls([partial(linear, x, w) for w in weights], replays=7)
         moved = 2.0 * (n * k + m * (n + k))
         yield make_row(
             f"fixed.8b.{name}.m{m}", timing, moved, 2.0 * m * n * k, "cublas", base.p50_us
         )
 
 
-def prefill_row(lengths: list[int], shape: ModelShape) -> Row:
+def prefill_row(lengths: list[int], shape: ModelShape, tile: PrefillTile | None = None) -> Row:
     """Prompt attention beside SDPA (causal, contiguous)."""
     heads, kv_heads, d = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
     inputs = decode_set(lengths, heads, kv_heads, d, 64)
@@ -285,6 +275,7 @@ def prefill_row(lengths: list[int], shape: ModelShape) -> Row:
             inputs.seq_lens,
             bounds,
             d**-0.5,
+            tile=tile,
         )
 
     batch, seq_len = len(lengths), lengths[0]

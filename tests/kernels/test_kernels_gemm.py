@@ -10,12 +10,12 @@ from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_re
 from kernels.tiles import SmallGemmTile
 from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
 
-FUSIONS = ["plain", "norm", "silu", "bias+residual", "norm+bias"]
+FUSIONS = ["plain", "norm", "silu", "bias+residual", "norm+bias", "norm+glu"]
 
 
 def arguments(m, n, k, fusion, dtype):
     x = randn(m, 2 * k if fusion == "silu" else k, dtype=dtype)
-    weight = randn(n, k, dtype=dtype, seed=1) * k**-0.5
+    weight = randn(2 * n if "glu" in fusion else n, k, dtype=dtype, seed=1) * k**-0.5
     options = {}
     if "norm" in fusion:
         options |= {"norm_weight": randn(k, dtype=dtype, seed=2), "eps": 1e-5}
@@ -25,6 +25,8 @@ def arguments(m, n, k, fusion, dtype):
         options["residual"] = randn(m, n, dtype=dtype, seed=4)
     if fusion == "silu":
         options["silu"] = True
+    if "glu" in fusion:
+        options["glu"] = True
     return x, weight.to(dtype), options
 
 
@@ -55,6 +57,17 @@ def test_split_k_adds_every_part_once_and_leaves_the_counters_at_zero(fusion, sp
         expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
         assert relative_error(out, expected) < TOLERANCE[dtype]
         assert not workspace.arrivals.any()
+
+
+@pytest.mark.parametrize("m", [1, 5])
+def test_the_norm_may_run_as_a_launch_of_its_own(m) -> None:
+    dtype = DTYPES[-1]
+    x, weight, options = arguments(m, 70, 96, "norm+glu", dtype)
+    out, scratch = poisoned(m, 70, dtype=dtype), poisoned(m, 96, dtype=dtype)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    small_linear(out, x, weight, workspace, **options, norm_scratch=scratch)
+    expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
 def test_small_linear_may_write_over_its_residual() -> None:

@@ -95,14 +95,18 @@ def test_a_chain_with_dependent_launches_replays_to_the_same_numbers(m) -> None:
         for i in range(blocks)
     ]
     start = randn(m, hidden, dtype=BF16, seed=7)
-    stream, gate_up = start.clone(), poisoned(m, 2 * inner, dtype=BF16)
+    stream, gated = start.clone(), poisoned(m, inner, dtype=BF16)
+    scratch = poisoned(m, hidden, dtype=BF16)
     workspace = new_gemm_workspace(torch.device(DEVICE))
 
     def chain() -> None:
         stream.copy_(start)
         for up, down in weights:
-            small_linear(gate_up, stream, up, workspace, norm_weight=norm, eps=1e-6)
-            small_linear(stream, gate_up, down, workspace, silu=True, residual=stream)
+            small_linear(
+                gated, stream, up, workspace,
+                norm_weight=norm, eps=1e-6, norm_scratch=scratch, glu=True,
+            )  # fmt: skip
+            small_linear(stream, gated, down, workspace, residual=stream)
 
     chain()
     torch.cuda.synchronize()
@@ -112,7 +116,7 @@ def test_a_chain_with_dependent_launches_replays_to_the_same_numbers(m) -> None:
     expected = start.double()
     for up, down in weights:
         up_out = small_linear_ref(expected, up, norm_weight=norm, eps=1e-6, dtype=torch.float64)
-        expected = small_linear_ref(up_out, down, silu=True, residual=expected, dtype=torch.float64)
+        expected = small_linear_ref(up_out, down, residual=expected, dtype=torch.float64)
     graph.replay()
     first = stream.clone()
     assert relative_error(first, expected) < 1.5e-2
