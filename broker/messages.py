@@ -253,6 +253,34 @@ class EngineState:
     engine: Mapping[str, object] | None = None  # the engine's latest STATS record
 
 
+# ---------------------------------------------------------------- ZeroMQ door -> Redis door
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitDurable:
+    """Put this job into Redis, where any worker may run it, and tell `door` what becomes of it.
+
+    `door` gets the messages that the ledger would send: `Accepted` when a worker has taken the job,
+    or `Refused`, then `Publish`. For such a job `Cancel`, `Pause`, `Unpause` (of the relay, not of
+    the job) and `Drop` (of the relay) go to the Redis door too.
+    """
+
+    request: JobRequest
+    door: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Tell `door` about a job that is in Redis already, from the token after seq `after` on.
+
+    Events that end at or before `after` are left out; one that spans it comes whole.
+    """
+
+    job: str
+    door: Address
+    after: int = 0
+
+
 # ---------------------------------------------------------------- door -> app
 
 

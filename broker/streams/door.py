@@ -18,18 +18,24 @@ from broker.config import BrokerConfig
 from broker.messages import (
     Accepted,
     Address,
+    Cancel,
     Capacity,
     Done,
     DoorStatus,
     Drain,
+    Drop,
     EngineState,
     Failed,
+    Follow,
+    Pause,
     Prepared,
     PrepareFailed,
     Publish,
     Refused,
     Released,
+    SubmitDurable,
     Tokens,
+    Unpause,
 )
 from broker.streams.address import parse_redis_url
 from broker.streams.control import Control
@@ -41,6 +47,7 @@ from broker.streams.leases import Heartbeat, Leases
 from broker.streams.link import Link, wait_for
 from broker.streams.outbox import Outbox
 from broker.streams.pickup import Pickup
+from broker.streams.relay import Relay
 from broker.streams.state import Counters, DoorState
 from tokenbus.errors import InvalidField
 from tokenbus.keys import GROUP
@@ -86,6 +93,7 @@ class StreamsDoor(Actor):
         self._claimer = Claimer(
             state, self._pickup, self._leases.is_engine_alive, self._on_no_group
         )
+        self._relay = Relay(state)
         self._control = Control(state, self._claimer.wake.set, self._ask_for_drain)
 
     # ------------------------------------------------------------ for the app
@@ -116,6 +124,8 @@ class StreamsDoor(Actor):
         self.spawn(self._leases.run(), "leases")
         self.spawn(self._heartbeat.run(), "heartbeat")
         self.spawn(self._control.run(), "control")
+        self.spawn(self._relay.run_writer(), "relay writer")
+        self.spawn(self._relay.run_reader(), "relay reader")
 
     def handle(self, message: object) -> None:
         match message:
@@ -138,6 +148,22 @@ class StreamsDoor(Actor):
                 self._on_released(message)
             case Drain():
                 self._drain()
+            case _:
+                self._relay_for(message)
+
+    def _relay_for(self, message: object) -> None:
+        """What the other door says about its durable jobs."""
+        match message:
+            case SubmitDurable():
+                self._relay.submit(message)
+            case Follow():
+                self._relay.follow(message)
+            case Cancel():
+                self._relay.cancel(message.job)
+            case Pause() | Unpause():
+                self._relay.pause(message.job, isinstance(message, Pause))
+            case Drop():
+                self._relay.drop(message.job)
             case _:
                 raise TypeError(f"the Redis door does not know {type(message).__name__}")
 

@@ -1,7 +1,7 @@
-"""The link to Redis: three lanes to one server, made anew after every loss, and an honest state.
+"""The link to Redis: four lanes to one server, made anew after every loss, and an honest state.
 
-`commands` carries everything that answers at once, `reader` and `control` block. Whatever breaks a
-lane breaks the link: all three are closed, the server is looked up again (after a failover it is
+`commands` carries everything that answers at once; `reader`, `control` and `relay` block. Whatever
+breaks a lane breaks the link: all are closed, the server is looked up again (after a failover it is
 another one) and checked, the owner's `on_up` runs (leases first), and only then is the link up.
 """
 
@@ -43,7 +43,7 @@ class Link:
     ) -> None:
         self.up = asyncio.Event()
         self.server_version = ""
-        self.reader_id = 0  # the server's number of the reader lane, to unblock it
+        self.reader_id = self.relay_id = 0  # the server's numbers of the lanes, to unblock them
         self._address = address
         self._slot_key = slot_key
         self._timeout_s = timeout_s
@@ -61,6 +61,11 @@ class Link:
     def control(self) -> Lane:
         """Lane for the blocking read of the control stream."""
         return self._lane(2)
+
+    @property
+    def relay(self) -> Lane:
+        """Lane for the blocking read of reply streams."""
+        return self._lane(3)
 
     async def keep(self) -> None:
         """Connect, wait for the end of the connection, connect again.
@@ -132,18 +137,25 @@ class Link:
 
     async def _connect(self) -> None:
         endpoint = await self._find_server()
-        for _ in range(3):
+        for _ in range(4):
             self._lanes.append(await Lane.connect(endpoint, self._timeout_s))
         await self._check(endpoint)
         for reply in await self._lanes[0].run(load_commands()):
             if isinstance(reply, ReplyError):
                 raise reply
-        reader_id = (await self.reader.run([("CLIENT", "ID")]))[0]
-        self.reader_id = 0 if isinstance(reader_id, ReplyError) else int(reader_id)
+        self.reader_id, self.relay_id = (
+            await self._id_of(self.reader),
+            await self._id_of(self.relay),
+        )
         await self._on_up()
         self._was_up = True
         self.up.set()
         log.info("redis.connected", server=str(endpoint), version=self.server_version)
+
+    async def _id_of(self, lane: Lane) -> int:
+        """The server's number of a connection; 0 where the user may not ask."""
+        reply = (await lane.run([("CLIENT", "ID")]))[0]
+        return 0 if isinstance(reply, ReplyError) else int(reply)
 
     async def _check(self, endpoint: Endpoint) -> None:
         """The server is fit to hold jobs. Raises Unsupported or BusUnavailable."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 NAMES = (
-    *("take", "fence", "reject", "finish", "restore"),
+    *("submit", "take", "fence", "reject", "finish", "restore"),
     *("renew", "claim", "release", "cancel", "heartbeat", "leave"),
 )
 

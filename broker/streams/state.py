@@ -22,7 +22,7 @@ log = structlog.get_logger("broker.streams")
 # While a job is not finished its keys outlive a long absence of every worker.
 UNFINISHED_TTL_MS = 24 * 3_600_000
 # A job that published so many tokens since its last start did not crash its worker at once.
-PROGRESS_TOKENS = 32
+PROGRESS_TOKENS = 16  # more than one flush can hold back
 PAUSE_TOKENS = 4_096  # unpublished tokens of one job after which it is paused
 RETRY_S = 0.5
 # Parts without which no job can be brought to an end: no more are taken while one is in trouble.

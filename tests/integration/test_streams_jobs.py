@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from broker.streams.address import parse_redis_url
+from broker.streams.admin import queue_status
 from broker.streams.lane import Lane
 from broker.streams.scripts import SOURCES
 from tests.redis_servers import RedisServer
@@ -289,8 +290,22 @@ async def test_workers_show_themselves_and_take_their_line_away(bus: Bus) -> Non
     assert abs(about["seen_ms"] / 1000 - time.time()) < 60
     assert about["model"] == "fake"
     assert about["ready"] is True
+    bus.submit(bus.keys.jobs("low"))
+    await until(lambda: len(worker.ledger.runs) == 2)
+    worker.ledger.max_jobs = 0
+    worker.ledger.say_capacity()
+    await until(lambda: queue_status(bus.client, bus.queue).workers[0].load == 2)
+    bus.submit()
+    status = queue_status(bus.client, bus.queue)
+    assert status.queued == {"high": 0, "normal": 1, "low": 0}
+    assert status.running == {"high": 0, "normal": 1, "low": 1}
+    assert status.workers[0].is_alive
     await worker.stop()
     assert bus.client.hgetall(bus.keys.workers) == {}
+    status = queue_status(bus.client, bus.queue)
+    assert status.queued == {"high": 0, "normal": 2, "low": 1}  # given back
+    assert (status.running["normal"], status.workers) == (0, ())
+    assert queue_status(bus.client, "unused").queued["normal"] == 0
 
 
 async def test_a_queued_job_named_by_its_entry_is_cancelled_at_once(bus: Bus) -> None:
