@@ -120,6 +120,10 @@ class FakeRunner:
             raise PlanError("collect called with no step in flight")
         return self._results.popleft()
 
+    def prepare(self) -> bool:
+        """Nothing can be done ahead."""
+        return False
+
     def close(self) -> None:
         """Nothing to free."""
 

@@ -251,6 +251,8 @@ class EngineLoop:
 
     def _idle(self, source: RequestSource) -> None:
         """Block for a request; use a quiet moment for housekeeping."""
+        if self.runner.prepare():
+            return  # one piece at a time, so that a request waits for one at most
         timeout_s = max(0.0, self._stats_due_s - time.monotonic())
         if not source.wait(timeout_s) and self._was_busy:
             self._was_busy = False

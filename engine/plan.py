@@ -112,6 +112,13 @@ class Runner(Protocol):
         """Wait for the oldest step in flight and return its tokens."""
         ...
 
+    def prepare(self) -> bool:
+        """Do one piece of work ahead of need, such as capturing a graph; False if none is left.
+
+        The loop calls it in idle moments, with no step in flight.
+        """
+        ...
+
     def close(self) -> None:
         """Free device memory and threads."""
         ...

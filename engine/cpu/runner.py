@@ -55,6 +55,10 @@ class CpuRunner:
         """The oldest step's tokens."""
         return self._results.popleft()
 
+    def prepare(self) -> bool:
+        """Nothing can be done ahead."""
+        return False
+
     def close(self) -> None:
         """Nothing to free: memory goes with the object."""
         self._results.clear()

@@ -11,10 +11,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.gpu.activations import new_activations, new_head_buffers
-from engine.gpu.attention_plans import new_attention_plans
-from engine.gpu.decode_graph import GraphCache, SharedBuffers, buckets_up_to
+from engine.gpu.buffers import new_shared_buffers
 from engine.gpu.decoder import GpuDecoder
+from engine.gpu.graph_cache import GraphCache, decode_sizes
 from engine.gpu.kv_memory import new_kv_memory
 from engine.gpu.linear import Linears
 from engine.gpu.memory import MemoryPlan, StepLimits, plan_memory
@@ -23,7 +22,6 @@ from engine.gpu.runner import GpuRunner
 from engine.loader import LoadedModel, ProgressCallback, load_dummy, load_model, read_spec
 from engine.model.spec import ModelSpec
 from engine.plan import RunnerInfo
-from kernels.sampler import new_sampler_workspace
 from kernels.small_gemm import new_gemm_workspace
 
 _BLOCK_SIZE = 64
@@ -46,7 +44,6 @@ def build_gpu_runner(config: EngineConfig, progress: ProgressCallback) -> GpuRun
     torch.cuda.synchronize()
     load_s = time.perf_counter() - started
     spec = replace(loaded.spec, max_model_len=limits.max_model_len)
-    sizes = buckets_up_to(limits.max_num_seqs)
     plan = plan_memory(
         spec,
         limits,
@@ -54,7 +51,7 @@ def build_gpu_runner(config: EngineConfig, progress: ProgressCallback) -> GpuRun
         weight_bytes=loaded.weights.num_bytes(),
         kv_cache_bytes=config.kv_cache_bytes,
         utilization=config.gpu_memory_utilization,
-        num_buckets=len(sizes),
+        num_buckets=2 * len(decode_sizes(limits.max_num_seqs)),
         device=device,
     )
     log.info("memory.planned", **plan.in_gib())
@@ -64,7 +61,7 @@ def build_gpu_runner(config: EngineConfig, progress: ProgressCallback) -> GpuRun
         seconds=round(load_s, 2),
         gb_per_s=round(plan.weight_bytes / 1e9 / max(load_s, 1e-9), 1),
     )
-    return _assemble(config, loaded, spec, limits, plan, info, dtype, device, sizes)
+    return _assemble(config, loaded, spec, limits, plan, info, dtype, device)
 
 
 def _assemble(
@@ -76,7 +73,6 @@ def _assemble(
     info: RunnerInfo,
     dtype: torch.dtype,
     device: torch.device,
-    sizes: tuple[int, ...],
 ) -> GpuRunner:
     tables = RowTables(limits, device)
     cache = new_kv_memory(spec, plan.num_blocks, limits.block_size, dtype, device)
@@ -89,23 +85,8 @@ def _assemble(
         Linears(config.deterministic, new_gemm_workspace(device)),
     )
     buffers = new_shared_buffers(spec, limits, dtype, device)
-    graphs = GraphCache(sizes, decoder, tables, buffers, limits.block_size)
+    graphs = GraphCache(decoder, tables, buffers, limits)
     return GpuRunner(info, decoder, tables, buffers, graphs, limits)
-
-
-def new_shared_buffers(
-    spec: ModelSpec, limits: StepLimits, dtype: torch.dtype, device: torch.device
-) -> SharedBuffers:
-    """Buffers that all steps of a runner share."""
-    tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-    return SharedBuffers(
-        activations=new_activations(spec, tokens, dtype, device),
-        head=new_head_buffers(spec, limits, dtype, device),
-        sampler=new_sampler_workspace(limits.max_num_seqs, spec.vocab_size, device),
-        attention=new_attention_plans(spec, limits, dtype, device),
-        out_tokens=torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device),
-        out_bad=torch.zeros(limits.max_num_seqs, dtype=torch.int8, device=device),
-    )
 
 
 def _limits(config: EngineConfig, spec: ModelSpec) -> StepLimits:

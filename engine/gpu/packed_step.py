@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from engine.gpu.activations import Activations
-from engine.gpu.decode_graph import SharedBuffers
+from engine.gpu.buffers import SharedBuffers
 from engine.gpu.decoder import DecodeWork, GpuDecoder, PromptWork
 from engine.gpu.memory import StepLimits
 from engine.gpu.row_tables import RowTables

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from engine.errors import PlanError
-from engine.gpu.decode_graph import GraphCache, SharedBuffers
+from engine.gpu.buffers import SharedBuffers
 from engine.gpu.decoder import GpuDecoder
+from engine.gpu.graph_cache import GraphCache
 from engine.gpu.memory import StepLimits
 from engine.gpu.packed_step import PackedSteps
 from engine.gpu.row_tables import RowTables
@@ -43,7 +44,7 @@ class GpuRunner:
         decoder: GpuDecoder,
         tables: RowTables,
         buffers: SharedBuffers,
-        graphs: GraphCache | None,
+        graphs: GraphCache,
         limits: StepLimits,
     ) -> None:
         self.info = info
@@ -51,7 +52,7 @@ class GpuRunner:
         self._buffers = buffers
         self._graphs = graphs
         self._packed = PackedSteps(decoder, tables, buffers, limits)
-        self._uploads = PinnedRing(6 * limits.max_num_seqs)
+        self._uploads = PinnedRing(graphs.num_host_ints)
         rows = limits.max_num_seqs
         self._out_tokens = [_pinned(rows, torch.int32) for _ in range(NUM_SLOTS)]
         self._out_bad = [_pinned(rows, torch.int8) for _ in range(NUM_SLOTS)]
@@ -65,17 +66,11 @@ class GpuRunner:
             raise PlanError(f"step {plan.step_id} launched with {len(self._flights)} in flight")
         self._tables.take_over(plan.new_rows)
         has_filters = bool(self._tables.has_filters[plan.rows[plan.sample]].any())
-        num_rows = len(plan.rows)
-        is_decode = plan.num_decode == num_rows and len(plan.block_rows) <= num_rows
-        if is_decode and self._graphs is not None:
-            graph = self._graphs.get(num_rows, has_filters)
-            if len(plan.block_rows) <= graph.size:
-                host, array = self._uploads.take()
-                graph.fill(plan, array)
-                graph.replay(host)
-                num_sampled = num_rows
-            else:
-                num_sampled = self._packed.run(plan, has_filters)
+        graph = self._graphs.find(plan, has_filters)
+        if graph is not None:
+            host, array = self._uploads.take()
+            num_sampled = graph.fill(plan, array)
+            graph.replay(host)
         else:
             num_sampled = self._packed.run(plan, has_filters)
         self._hand_over(plan.step_id, num_sampled)
@@ -91,15 +86,9 @@ class GpuRunner:
             self._out_bad[flight.slot].numpy()[:num].astype(np.bool_),
         )
 
-    def prepare_one(self) -> bool:
-        """Capture one graph that is still missing; False if there is none. For idle moments."""
-        if self._graphs is None:
-            return False
-        missing = self._graphs.missing()
-        if not missing or self._flights:
-            return False
-        self._graphs.get(missing[0], has_filters=False)
-        return len(missing) > 1
+    def prepare(self) -> bool:
+        """Capture one graph that is still missing, for idle moments; False if there is none."""
+        return not self._flights and self._graphs.capture_one()
 
     def close(self) -> None:
         """Wait for the device; memory goes with the objects."""

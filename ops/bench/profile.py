@@ -47,6 +47,10 @@ class MarkedRunner:
             result: StepResult = self._runner.collect()
         return result
 
+    def prepare(self) -> bool:
+        """Whatever the runner can do ahead."""
+        return bool(self._runner.prepare())
+
     def close(self) -> None:
         """Close the runner."""
         self._runner.close()

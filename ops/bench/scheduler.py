@@ -44,6 +44,10 @@ class NullRunner:
         count = int(np.count_nonzero(plan.sample))
         return StepResult(plan.step_id, self._tokens[:count], self._bad[:count])
 
+    def prepare(self) -> bool:
+        """Nothing can be done ahead."""
+        return False
+
     def close(self) -> None:
         """Nothing to free."""
 

@@ -11,18 +11,17 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from broker.ring.records import Sampling
-from engine.gpu.build import new_shared_buffers
-from engine.gpu.decode_graph import SharedBuffers
-from engine.gpu.decoder import DecodeWork, GpuDecoder
+from engine.gpu.buffers import SharedBuffers, new_shared_buffers
+from engine.gpu.decode_graph import DecodeGraph
+from engine.gpu.decoder import GpuDecoder
 from engine.gpu.kv_memory import new_kv_memory
 from engine.gpu.linear import Linears
 from engine.gpu.memory import StepLimits
 from engine.gpu.packed_step import PackedSteps
+from engine.gpu.prompt_graph import PromptGraph
 from engine.gpu.row_tables import RowTables
 from engine.loader import load_model
 from engine.plan import NewRow, StepPlan
-from kernels.decode_plan import plan_decode
-from kernels.inputs import expand_inputs
 from kernels.small_gemm import new_gemm_workspace
 from tests.kernels import util
 
@@ -51,7 +50,7 @@ class Fixture:
         loaded = load_model(directory, torch.float32, DEVICE)
         self.spec = loaded.spec
         self.tables = RowTables(LIMITS, DEVICE)
-        cache = new_kv_memory(self.spec, 32, LIMITS.block_size, torch.float32, DEVICE)
+        cache = self.cache = new_kv_memory(self.spec, 32, LIMITS.block_size, torch.float32, DEVICE)
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("nan"))
         self.decoder = GpuDecoder(
@@ -101,26 +100,38 @@ def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
     assert tokens.tolist() == [int(logits[0].argmax()), int(logits[1].argmax())]
     # the sampled tokens are in the token table: a step that never saw them goes on
     a, b = np.append(a, tokens[0]), np.append(b, tokens[1])
-    _decode(f, rows=[0, 2, -1], computed=[18, 37, 0])
+    graph = DecodeGraph(3, False, f.decoder, f.tables, f.buffers, LIMITS.block_size)
+    _run_captured(graph, _plan(3, [], [0, 2], [18, 37], [1, 1], sample=True))
     logits = f.buffers.head.logits[:2].cpu()
     torch.testing.assert_close(logits[0], f.expected(b), rtol=0, atol=1e-4)
     torch.testing.assert_close(logits[1], f.expected(a), rtol=0, atol=1e-4)
 
 
-def _decode(f: Fixture, rows: list[int], computed: list[int]) -> None:
-    """What a captured decode step runs, for three entries of which the last is padding."""
-    size = len(rows)
-    device_rows = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-    a = f.buffers.activations.first(size)
-    seq_lens = torch.zeros(size, dtype=torch.int32, device=DEVICE)
-    expand_inputs(
-        a.token_rows, a.positions, a.slots, seq_lens, device_rows,
-        torch.tensor(computed, dtype=torch.int32, device=DEVICE),
-        torch.arange(size + 1, dtype=torch.int32, device=DEVICE),
-        f.tables.block_table, LIMITS.block_size,
-    )  # fmt: skip
-    plans = f.buffers.attention.plans
-    for window, (plan, _) in plans.items():
-        plan_decode(plan, seq_lens, f.spec.num_kv_heads, window=window)
-    work = DecodeWork(device_rows, seq_lens, plans)
-    f.decoder.decode(a, work, f.buffers.head.logits[:size])
+def _run_captured(graph: DecodeGraph | PromptGraph, plan: StepPlan) -> None:
+    """What replaying the graph does, launched kernel by kernel."""
+    host = torch.full((4096,), -9, dtype=torch.int32)
+    graph.fill(plan, host.numpy())
+    graph.inputs.copy_(host[: len(graph.inputs)])
+    graph.run()
+
+
+def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path) -> None:
+    f = Fixture(tmp_path, FAMILIES["qwen3"], deterministic=False)
+    rng = np.random.default_rng(2)
+    a, b = (rng.integers(0, 131, n).astype(np.int32) for n in (21, 9))
+    f.tables.take_over(
+        [NewRow(3, a, 21, Sampling(), NONE, 0), NewRow(1, b, 9, Sampling(), NONE, 0)]
+    )
+    graph = PromptGraph(48, 4, False, f.decoder, f.tables, f.buffers, LIMITS.block_size)
+    graph.run()  # inputs of -1: touches nothing
+    blocks = [(3, 0, 7), (3, 1, 2), (1, 0, 4)]
+    _run_captured(graph, _plan(1, blocks, [3, 1], [0, 0], [21, 9], sample=True))
+    logits = f.buffers.head.logits[:2].cpu()
+    torch.testing.assert_close(logits[0], f.expected(a), rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits[1], f.expected(b), rtol=0, atol=1e-4)
+    assert f.tables.token_table[3, 21] == int(logits[0].argmax())
+    assert f.tables.token_table[1, 9] == int(logits[1].argmax())
+    used = torch.zeros(33, dtype=torch.bool)
+    used[[7, 2, 4]] = True
+    written = f.cache.k.isfinite().any(dim=0).flatten(1).any(dim=1).cpu()
+    assert torch.equal(written, used)

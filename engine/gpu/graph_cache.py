@@ -1,0 +1,109 @@
+"""Captured steps by size, made when first needed or in idle moments, in one memory pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from engine.gpu.buffers import SharedBuffers
+from engine.gpu.decode_graph import DecodeGraph
+from engine.gpu.decoder import GpuDecoder
+from engine.gpu.memory import StepLimits
+from engine.gpu.prompt_graph import PromptGraph, num_host_ints
+from engine.gpu.row_tables import RowTables
+from engine.plan import StepPlan
+
+_DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512)
+_PROMPT_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
+_PROMPT_ROWS = (1, 8)
+
+Key = tuple[str, int, int, bool]
+CapturedPlan = DecodeGraph | PromptGraph
+
+
+def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes that decode steps are captured for; the last is max_num_seqs itself."""
+    return (*(size for size in _DECODE_ROWS if size < max_num_seqs), max_num_seqs)
+
+
+class GraphCache:
+    """The captured step for a plan, if plans of its kind are captured."""
+
+    def __init__(
+        self,
+        decoder: GpuDecoder,
+        tables: RowTables,
+        buffers: SharedBuffers,
+        limits: StepLimits,
+    ) -> None:
+        self._parts = (decoder, tables, buffers, limits.block_size)
+        self._decode_sizes = decode_sizes(limits.max_num_seqs)
+        self._prompt_tokens = tuple(
+            size for size in _PROMPT_TOKENS if size <= limits.max_num_batched_tokens
+        )
+        self._prompt_rows = tuple(size for size in _PROMPT_ROWS if size <= limits.max_num_seqs)
+        self._graphs: dict[Key, CapturedPlan] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self.num_host_ints = max(
+            DecodeGraph.num_host_ints(limits.max_num_seqs),
+            num_host_ints(_PROMPT_TOKENS[-1], _PROMPT_ROWS[-1], limits.block_size),
+        )
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs held now."""
+        return len(self._graphs)
+
+    def find(self, plan: StepPlan, has_filters: bool) -> CapturedPlan | None:
+        """The graph that takes this plan, captured now if it is the first of its size."""
+        key = self._key(plan, has_filters)
+        if key is None:
+            return None
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._capture(key)
+        return graph if graph.fits(plan) else None
+
+    def capture_one(self) -> bool:
+        """Capture one common size that is still missing; False if there is none."""
+        for key in self._common():
+            if key not in self._graphs:
+                self._capture(key)
+                return True
+        return False
+
+    def _key(self, plan: StepPlan, has_filters: bool) -> Key | None:
+        num_rows = len(plan.rows)
+        if plan.num_decode == num_rows:
+            size = _round_up(self._decode_sizes, num_rows)
+            return None if size is None else ("decode", size, 0, has_filters)
+        if plan.num_decode:
+            return None
+        tokens = _round_up(self._prompt_tokens, int(plan.num_new.sum()))
+        rows = _round_up(self._prompt_rows, num_rows)
+        if tokens is None or rows is None:
+            return None
+        return ("prompt", tokens, rows, has_filters)
+
+    def _common(self) -> Iterator[Key]:
+        for size in reversed(self._decode_sizes):
+            yield ("decode", size, 0, False)
+        for size in self._prompt_tokens:
+            yield ("prompt", size, 1, False)
+
+    def _capture(self, key: Key) -> CapturedPlan:
+        kind, size, rows, has_filters = key
+        make: dict[str, Callable[[], Any]] = {
+            "decode": lambda: DecodeGraph(size, has_filters, *self._parts),
+            "prompt": lambda: PromptGraph(size, rows, has_filters, *self._parts),
+        }
+        graph: CapturedPlan = make[kind]()
+        graph.capture(self._pool)
+        self._graphs[key] = graph
+        return graph
+
+
+def _round_up(sizes: tuple[int, ...], wanted: int) -> int | None:
+    return next((size for size in sizes if size >= wanted), None)

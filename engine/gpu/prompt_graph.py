@@ -1,0 +1,118 @@
+"""Steps of prompt chunks alone as CUDA graphs, for short prompts.
+
+Launching a prompt step kernel by kernel takes the host some ten milliseconds, which a small model
+or a short prompt does not hide. A graph takes microseconds: the first token comes that much sooner.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.gpu.buffers import SharedBuffers
+from engine.gpu.captured import CapturedStep
+from engine.gpu.decoder import GpuDecoder, PromptWork
+from engine.gpu.row_tables import RowTables
+from engine.gpu.staging import IntArray
+from engine.plan import StepPlan
+from kernels.inputs import expand_inputs
+from kernels.sampler import sample
+from kernels.table_updates import apply_block_changes
+
+_CACHED_BLOCKS = 64  # block table entries that prefix hits may bring along
+
+
+class PromptGraph(CapturedStep):
+    """One captured step of up to num_tokens tokens of up to num_rows prompts.
+
+    Inputs: changes [3, C] | rows | num_computed | sample_rows | positions | sample_tokens, R each
+    | cu_seqlens_q [R + 1].
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_rows: int,
+        has_filters: bool,
+        decoder: GpuDecoder,
+        tables: RowTables,
+        buffers: SharedBuffers,
+        block_size: int,
+    ) -> None:
+        device = tables.block_table.device
+        self.num_tokens = num_tokens
+        self.num_rows = num_rows
+        self.max_changes = max_changes(num_tokens, num_rows, block_size)
+        super().__init__(3 * self.max_changes + 6 * num_rows + 1, device)
+        self.inputs[-num_rows - 1 :] = 0
+        self._has_filters = has_filters
+        self._decoder = decoder
+        self._tables = tables
+        self._buffers = buffers
+        self._block_size = block_size
+        self._seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether the plan's block table changes find room."""
+        return len(plan.block_rows) <= self.max_changes
+
+    def fill(self, plan: StepPlan, host: IntArray) -> int:
+        """Write the plan's numbers into a pinned array; returns the number of sampled rows."""
+        num_changes, num_rows = len(plan.block_rows), len(plan.rows)
+        changes = host[: 3 * self.max_changes].reshape(3, self.max_changes)
+        changes[0, num_changes:] = -1
+        changes[0, :num_changes] = plan.block_rows
+        changes[1, :num_changes] = plan.block_cols
+        changes[2, :num_changes] = plan.block_ids
+        rest = host[3 * self.max_changes : len(self.inputs)]
+        fields = rest[: 5 * self.num_rows].reshape(5, self.num_rows)
+        cu_seqlens = rest[5 * self.num_rows :]
+        ends = np.cumsum(plan.num_new)
+        cu_seqlens[0] = 0
+        cu_seqlens[1 : num_rows + 1] = ends
+        cu_seqlens[num_rows + 1 :] = ends[-1]
+        sampled = np.flatnonzero(plan.sample)
+        fields[0] = -1
+        fields[1] = 0
+        fields[2:] = -1
+        fields[0, :num_rows] = plan.rows
+        fields[1, :num_rows] = plan.num_computed
+        fields[2, : len(sampled)] = plan.rows[sampled]
+        fields[3, : len(sampled)] = (plan.num_computed + plan.num_new)[sampled]
+        fields[4, : len(sampled)] = ends[sampled] - 1
+        return len(sampled)
+
+    def run(self) -> None:
+        """Launch the step's kernels on the current stream."""
+        size, b = self.num_rows, self._buffers
+        changes = self.inputs[: 3 * self.max_changes].view(3, self.max_changes)
+        rest = self.inputs[3 * self.max_changes :]
+        rows, num_computed, sample_rows, positions, sample_tokens = rest[: 5 * size].view(5, size)
+        cu_seqlens = rest[5 * size :]
+        a = b.activations.first(self.num_tokens)
+        apply_block_changes(changes, self._tables.block_table)
+        # Tokens past the last prompt are padding, whatever an earlier step left there.
+        a.token_rows.fill_(-1)
+        a.slots.fill_(-1)
+        a.positions.fill_(0)
+        expand_inputs(
+            a.token_rows, a.positions, a.slots, self._seq_lens,
+            rows, num_computed, cu_seqlens, self._tables.block_table, self._block_size,
+        )  # fmt: skip
+        prompts = PromptWork(0, rows, self._seq_lens, cu_seqlens)
+        logits = self._decoder.packed(a, None, prompts, sample_tokens, b.head)
+        sample(
+            b.out_tokens[:size], b.out_bad[:size], logits, sample_rows, positions,
+            self._tables.sampling, self._tables.token_table, b.sampler,
+            has_filters=self._has_filters,
+        )  # fmt: skip
+
+
+def max_changes(num_tokens: int, num_rows: int, block_size: int) -> int:
+    """Block table entries that a captured prompt step may change."""
+    return num_tokens // block_size + num_rows + _CACHED_BLOCKS
+
+
+def num_host_ints(num_tokens: int, num_rows: int, block_size: int) -> int:
+    """int32 that such a step's inputs take."""
+    return 3 * max_changes(num_tokens, num_rows, block_size) + 6 * num_rows + 1
