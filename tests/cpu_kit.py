@@ -1,9 +1,11 @@
-"""Helpers of the CPU runner's tests: tiny checkpoints, and a runner driven by the real scheduler."""
+"""Helpers of the CPU runner's tests: tiny checkpoints, a runner driven by the real scheduler."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +53,7 @@ _LLAMA3 = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
-FAMILIES: dict[str, PreTrainedModel | object] = {
+FAMILIES: dict[str, tuple[type, type, dict[str, object]]] = {
     "llama-multi-head": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 6}),
     "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "llama3-rope": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": _LLAMA3}),
@@ -71,7 +73,7 @@ FAMILIES: dict[str, PreTrainedModel | object] = {
 
 def save_tiny(family: str, directory: Path, max_shard_size: str = "1GB") -> PreTrainedModel:
     """Make a random checkpoint of a family, save it, and return the float32 reference model."""
-    model_class, config_class, changes = FAMILIES[family]  # type: ignore[misc]
+    model_class, config_class, changes = FAMILIES[family]
     torch.manual_seed(7)
     model = model_class(config_class(**{**_SIZES, **changes})).float().eval()
     with torch.no_grad():
@@ -106,14 +108,25 @@ def one_row_plan(
     )
 
 
+def with_limits(runner: Runner, **changes: int) -> Runner:
+    """The same runner, weights and cache, that states other limits to the scheduler."""
+    narrow = copy.copy(runner)
+    narrow.info = replace(runner.info, **changes)
+    return narrow
+
+
 def generate(
     runner: Runner,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     sampling: Sequence[Sampling] | None = None,
     scheduler: Scheduler | None = None,
+    cached: list[int] | None = None,
 ) -> list[list[int]]:
-    """Output tokens of all prompts, submitted at once and run to their length."""
+    """Output tokens of all prompts, submitted at once and run to their length.
+
+    cached takes the number of prompt tokens that the prefix cache gave each run, in starting order.
+    """
     scheduler = scheduler or Scheduler(runner.info)
     none = np.zeros(0, np.int32)
     outputs: dict[int, list[int]] = {}
@@ -134,5 +147,7 @@ def generate(
             if finish == Finish.ERROR:
                 raise ArithmeticError(f"run {rid} had logits that were not finite")
             outputs[rid].append(token)
+        if cached is not None:
+            cached.extend(outcome.cached_tokens.tolist())
     scheduler.check_integrity()
     return list(outputs.values())

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from engine.cpu.kv_cache import KvCache
 from engine.cpu.linear import Linear, make_linear
+from engine.cpu.norm import Residual, RmsNorm, head_norm
 from engine.cpu.step_inputs import DecodeGroup, PromptChunk, StepInputs
 from engine.model.quantized import QuantizedMatrix
 from engine.model.spec import ModelSpec
@@ -27,8 +28,8 @@ class _Layer:
     o: Linear
     gate_up: Linear
     down: Linear
-    attn_norm: torch.Tensor
-    mlp_norm: torch.Tensor
+    attn_norm: RmsNorm
+    mlp_norm: RmsNorm
     qk_norm: torch.Tensor | None  # [q heads + kv heads, head_dim]
     window: int
 
@@ -45,7 +46,7 @@ class Decoder:
     ) -> None:
         self._spec = spec
         self._cache = cache
-        self._final_norm = final_norm
+        self._final_norm = RmsNorm(final_norm, torch.float32)
         self._inverse_frequencies = spec.rope.inverse_frequencies(spec.head_dim)
         self._layers = [
             _prepare_layer(spec, weights, window)
@@ -57,18 +58,18 @@ class Decoder:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
 
-    def forward(self, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        """Embeddings float32 [T, H] (overwritten) -> normed states of sampled tokens [S, H]."""
-        eps = self._spec.rms_norm_eps
+    def forward(self, embeddings: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """Embeddings float32 [T, H] -> normed states of sampled tokens [S, H]."""
+        residual = Residual.of(embeddings, self._spec.rms_norm_eps)
+        x = residual.values
         rotation = self._rotation(step.positions)
         for index, layer in enumerate(self._layers):
-            normed = rms(x, layer.attn_norm, eps, layer.qkv.input_dtype)
-            attended = self._attend(index, layer, layer.qkv(normed).float(), rotation, step)
+            qkv = layer.qkv(layer.attn_norm(residual)).float()
+            attended = self._attend(index, layer, qkv, rotation, step)
             x.add_(layer.o(attended.to(layer.o.input_dtype)))
-            normed = rms(x, layer.mlp_norm, eps, layer.gate_up.input_dtype)
-            gate, up = layer.gate_up(normed).chunk(2, dim=1)
+            gate, up = layer.gate_up(layer.mlp_norm(residual)).chunk(2, dim=1)
             x.add_(layer.down(silu(gate).mul_(up).to(layer.down.input_dtype)))
-        return rms(x[step.sample_tokens], self._final_norm, eps, torch.float32)
+        return self._final_norm(residual.take(step.sample_tokens))
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """complex64 [T, 1, head_dim / 2]: e^(i * position * frequency)."""
@@ -88,7 +89,7 @@ class Decoder:
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         qk = heads[:, : spec.num_heads + spec.num_kv_heads]
         if layer.qk_norm is not None:
-            qk.copy_(rms_norm(qk, (spec.head_dim,), eps=spec.rms_norm_eps).mul_(layer.qk_norm))
+            head_norm(qk, layer.qk_norm, spec.rms_norm_eps)
         pairs = qk.view(len(qk), qk.shape[1], -1, 2)
         torch.view_as_complex(pairs).mul_(rotation)
         self._cache.write(index, step.kv_index, heads[:, spec.num_heads :])
@@ -137,11 +138,6 @@ class Decoder:
         return mixed[0].transpose(0, 1).reshape(chunk.length, spec.q_size)
 
 
-def rms(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
-    """Root-mean-square norm of float32 [T, H], given out in `dtype`."""
-    return rms_norm(x, (x.shape[-1],), weight, eps).to(dtype)
-
-
 def _prepare_layer(spec: ModelSpec, weights: LayerWeights, window: int) -> _Layer:
     order = _paired_order(spec)
     bias = None if weights.qkv_bias is None else weights.qkv_bias[order]
@@ -154,13 +150,14 @@ def _prepare_layer(spec: ModelSpec, weights: LayerWeights, window: int) -> _Laye
         pairs = _pair_neighbours(spec.head_dim)
         q_part = weights.q_norm[pairs].expand(spec.num_heads, -1)
         qk_norm = torch.cat([q_part, weights.k_norm[pairs].expand(spec.num_kv_heads, -1)])
+    gate_up = make_linear(weights.gate_up)
     return _Layer(
         qkv=qkv,
         o=make_linear(weights.o),
-        gate_up=make_linear(weights.gate_up),
+        gate_up=gate_up,
         down=make_linear(weights.down),
-        attn_norm=weights.attn_norm,
-        mlp_norm=weights.mlp_norm,
+        attn_norm=RmsNorm(weights.attn_norm, qkv.input_dtype),
+        mlp_norm=RmsNorm(weights.mlp_norm, gate_up.input_dtype),
         qk_norm=qk_norm,
         window=window,
     )

@@ -40,13 +40,15 @@ class KvCache:
     def vector_index(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Addresses of tokens for `write`: block int64 [T], offset int64 [T] -> [T, 2 * heads]."""
         heads2 = self._piece_of_vector.shape[1]
-        pieces: torch.Tensor = blocks[:, None] * heads2 + self._piece_of_vector
-        return pieces.mul_(self.block_size).add_(offsets[:, None])
+        pieces = blocks[:, None] * heads2 + self._piece_of_vector
+        index: torch.Tensor = pieces * self.block_size + offsets[:, None]
+        return index
 
     def piece_index(self, block_table: torch.Tensor) -> torch.Tensor:
         """Addresses of contexts for `gather`: block ids int64 [B, C] -> [2 * B * heads * C]."""
         heads2 = self._piece_of_vector.shape[1]
-        return (block_table[None, :, None, :] * heads2 + self._piece_of_side).reshape(-1)
+        index: torch.Tensor = block_table[None, :, None, :] * heads2 + self._piece_of_side
+        return index.reshape(-1)
 
     def write(self, layer: int, index: torch.Tensor, kv: torch.Tensor) -> None:
         """Store k | v of T tokens, float32 [T, 2 * heads, head_dim]."""
@@ -54,5 +56,5 @@ class KvCache:
 
     def gather(self, layer: int, index: torch.Tensor, batch_heads: int) -> torch.Tensor:
         """Contexts, float32 [2, batch * heads, columns * block size, head_dim]; 0 is k, 1 is v."""
-        pieces = self._pieces[layer].index_select(0, index)
+        pieces: torch.Tensor = self._pieces[layer].index_select(0, index)
         return pieces.view(2, batch_heads, -1, self._head_dim)
