@@ -9,6 +9,8 @@ first):
   lower priority class, and leaves each running row one block to grow into. The head of the line is
   never overtaken.
 - Rows are given up by paused runs and lower priority classes, when a run waits and none is free.
+- A solo run, when its turn comes, is the only one computed until it ends or pauses; the others keep
+  their rows, and their KV unless it needs it.
 - Blocks and rows go back only when no step in flight touches them; until then they count as
   promised.
 """

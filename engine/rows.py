@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from broker.ring.records import Sampling
 from engine.block_manager import ROOT
-from engine.plan import NewRow
+from engine.plan import IntArray, NewRow
 from engine.request import ARRIVAL_BITS, Request
 
 BoolArray = npt.NDArray[np.bool_]
@@ -37,40 +37,48 @@ class Phase:
     ENDED: Final = 4  # its end was published; freed when no step in flight touches it
 
 
+def _ints(count: int) -> IntArray:
+    return np.zeros(count, np.int32)
+
+
+def _flags(count: int) -> BoolArray:
+    return np.zeros(count, np.bool_)
+
+
 class RowTable:
     """Arrays indexed by row, for `num_rows` rows of up to `max_len` tokens in blocks of
     `block_size`.
     """
 
     def __init__(self, num_rows: int, max_len: int, block_size: int) -> None:
-        def ints() -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-            return np.zeros(num_rows, np.int32)
-
-        def flags() -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-            return np.zeros(num_rows, np.bool_)
-
         self.num_rows = num_rows
         self.block_size = block_size
         self.phase = np.zeros(num_rows, np.uint8)
-        self.decodable = flags()  # phase DECODE, not paused, not losing its KV
-        self.paused = flags()
+        self.decodable = _flags(num_rows)  # phase DECODE, not paused, not losing its KV
+        self.paused = _flags(num_rows)
         self.losing_kv = (
             flags()
         )  # preempted; its blocks go back when no step in flight touches them
-        self.losing_row = flags()  # and its row too
-        self.ended = flags()
-        self.started = flags()  # its prompt was computed once: `started` was or will be published
-        self.length = ints()  # tokens there are once the launched steps are done
-        self.computed = ints()  # tokens whose KV is there once the launched steps are done
-        self.known = ints()  # tokens whose ids the host has
-        self.limit = ints()
-        self.min_position = ints()
-        self.cached_tokens = ints()  # prompt tokens the prefix cache gave at the first admission
-        self.num_blocks = ints()
-        self.capacity = ints()  # num_blocks * block_size
-        self.num_registered = ints()  # leading blocks that were offered to the prefix cache
-        self.next_register = ints()  # (num_registered + 1) * block_size
-        self.in_flight = ints()  # launched steps, not yet collected, that touch the row
+        self.losing_row = _flags(num_rows)  # and its row too
+        self.ended = _flags(num_rows)
+        self.started = _flags(
+            num_rows
+        )  # its prompt was computed once: `started` was or will be published
+        self.length = _ints(num_rows)  # tokens there are once the launched steps are done
+        self.computed = _ints(num_rows)  # tokens whose KV is there once the launched steps are done
+        self.known = _ints(num_rows)  # tokens whose ids the host has
+        self.limit = _ints(num_rows)
+        self.min_position = _ints(num_rows)
+        self.cached_tokens = _ints(
+            num_rows
+        )  # prompt tokens the prefix cache gave at the first admission
+        self.num_blocks = _ints(num_rows)
+        self.capacity = _ints(num_rows)  # num_blocks * block_size
+        self.num_registered = _ints(
+            num_rows
+        )  # leading blocks that were offered to the prefix cache
+        self.next_register = _ints(num_rows)  # (num_registered + 1) * block_size
+        self.in_flight = _ints(num_rows)  # launched steps, not yet collected, that touch the row
         self.order = np.zeros(num_rows, np.int64)
         self.rid = np.zeros(num_rows, np.uint64)
         self.stop_ids = np.full((STOP_WIDTH, num_rows), -1, np.int32)
