@@ -248,7 +248,7 @@ class StreamsDoor(Actor):
             state.report_trouble("renew", error)
         if self._was_up:
             state.counters.reconnects += 1
-            self._claimer.hold_off()
+            self._claimer.on_reconnect()
         self._was_up = True
         await self._control.catch_up()
         self._look_up_replies()

@@ -22,6 +22,7 @@ from tokenbus.keys import GROUP
 
 log = structlog.get_logger("broker.streams")
 
+IDLE_PING_S = 30.0
 BLOCK_MARGIN_S = 2.0  # a blocking read may take so much longer than its BLOCK
 UNKNOWN_IDLE_MS = 2_000  # a reply to a read is not under way for longer
 
@@ -43,13 +44,14 @@ class Reader:
         state = self._state
         while not state.is_draining:
             await state.link.up.wait()
-            await state.may_read.wait()
+            is_free = await wait_for(state.may_read, IDLE_PING_S)
             free = state.free_slots
-            if free <= 0:
-                state.check_slots()
-                continue
             try:
-                if not await self._take(free):
+                if not is_free:  # or the server may close an idle connection
+                    await state.link.reader.call("PING")
+                elif free <= 0:
+                    state.check_slots()
+                elif not await self._take(free):
                     await self._wait_for_one(free)
                 state.clear_trouble("read")
             except LinkLost:
@@ -126,11 +128,16 @@ class Claimer:
         self._is_engine_alive = is_engine_alive
         self._on_no_group = on_no_group
         self._leases_from = 0.0
+        self._is_fresh = False  # the connection is new: a reply to a read may have been lost
         self.wake = asyncio.Event()
 
-    def hold_off(self) -> None:
-        """Redis was away, and every lease has aged meanwhile: leave others time to renew theirs."""
+    def on_reconnect(self) -> None:
+        """Redis was away, and every lease has aged meanwhile: leave others time to renew theirs.
+        Look at once for entries that were read into the broken connection.
+        """
         self._leases_from = self._state.new_lease_end(self._state.now())
+        self._is_fresh = True
+        self.wake.set()
 
     async def run(self) -> None:
         """Look after a quarter of a lease, or when somebody says that entries were released."""
@@ -152,13 +159,14 @@ class Claimer:
 
     async def _claim_all(self) -> None:
         state = self._state
+        unknown_idle_ms = 0 if self._is_fresh else UNKNOWN_IDLE_MS
         for stream in state.streams:
             if state.free_slots <= 0 or not self._is_engine_alive():
                 return
             asked_at = state.now()
             lease_ms = state.redis.lease_ms if asked_at >= self._leases_from else ""
             known = [job.entry for job in state.jobs.entries_of(stream)]
-            args = (GROUP, state.worker, lease_ms, state.free_slots, UNKNOWN_IDLE_MS, *known)
+            args = (GROUP, state.worker, lease_ms, state.free_slots, unknown_idle_ms, *known)
             taken, num_deleted = await state.link.call(*script("claim", (stream,), args))
             for entry, fields, released in taken:
                 log.info("stream.claimed", entry=entry.decode(), released=bool(released))
@@ -167,3 +175,4 @@ class Claimer:
             if num_deleted:
                 state.counters.deleted += num_deleted
                 log.warning("entries.deleted", stream=stream, count=num_deleted)
+        self._is_fresh = False

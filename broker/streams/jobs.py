@@ -113,6 +113,11 @@ class Job:
         """Length of the prompt; 0 before it is prepared."""
         return len(self.prepared.prompt_ids) if self.prepared else 0
 
+    @property
+    def has_work(self) -> bool:
+        """Something is to be written, or looked up."""
+        return bool(self.ids or self.flight or self.ending or self.in_doubt)
+
     def launch(self) -> Chunk | None:
         """Move what waits into `flight`; None if nothing does."""
         if self.ids:

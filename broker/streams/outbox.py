@@ -77,7 +77,7 @@ class Outbox:
                     self._waiting[job] = None
                 await asyncio.sleep(0.01)
             for job in due:
-                if self._state.jobs.is_held(job) and (job.ids or job.ending or job.flight):
+                if self._state.jobs.is_held(job) and job.has_work:
                     self._waiting[job] = None
 
     # ------------------------------------------------------------ what is due

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -26,8 +27,9 @@ from broker.messages import (
     Usage,
 )
 from broker.streams.entries import fingerprint_of, flat
-from broker.streams.intake import BLOCK_MARGIN_S
+from broker.streams.intake import BLOCK_MARGIN_S, IDLE_PING_S
 from broker.streams.lane import LinkLost, Reply, ReplyError
+from broker.streams.link import wait_for
 from broker.streams.scripts import script
 from broker.streams.state import RETRY_S, DoorState
 from tokenbus import events
@@ -157,8 +159,7 @@ class Relay:
             await state.link.up.wait()
             active = {job: f for job, f in self._followed.items() if not f.is_paused}
             if not active:
-                self._wake_reader.clear()
-                await self._wake_reader.wait()
+                await self._idle()
                 continue
             names = {state.keys.out(job): job for job in active}
             try:
@@ -178,6 +179,13 @@ class Relay:
                 continue
             for name, entries in reply or []:
                 self._deliver(names[name.decode()], entries)
+
+    async def _idle(self) -> None:
+        """Wait for something to follow, without letting the server close the lane meanwhile."""
+        self._wake_reader.clear()
+        if not await wait_for(self._wake_reader, IDLE_PING_S):
+            with suppress(LinkLost):
+                await self._state.link.relay.run([("PING",)])
 
     def _deliver(self, job: str, entries: list[Reply]) -> None:
         followed = self._followed.get(job)

@@ -2,7 +2,7 @@
 -- ones that we do not know of (a read whose reply was lost).
 --
 -- KEYS 1 jobs stream
--- ARGV 1 group  2 worker  3 lease, ms, or '' for released ones only  4 how many
+-- ARGV 1 group  2 worker  3 lease, ms, or '' to leave other workers' alone  4 how many
 --      5 idle time after which an own entry counts as unknown, ms  6... entry ids that we know
 -- Returns {{{entry id, fields, 1 if it was released}...}, number of deleted entries}.
 local stream, group, worker, max = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[4])
@@ -27,15 +27,13 @@ for _, p in ipairs(released) do
   redis.call('XCLAIM', stream, group, worker, 0, p[1], 'JUSTID')
   take(p[1], 1)
 end
-if ARGV[3] == '' then return { taken, deleted } end
-
 local own = redis.call('XPENDING', stream, group, 'IDLE', ARGV[5], '-', '+', num_known + max,
   worker)
 for _, p in ipairs(own) do
   if #taken < max then take(p[1], 0) end
 end
 local cursor = '0-0'
-while #taken < max and bytes < MAX_BYTES do
+while ARGV[3] ~= '' and #taken < max and bytes < MAX_BYTES do
   local got = redis.call('XAUTOCLAIM', stream, group, worker, ARGV[3], cursor, 'COUNT',
     math.min(max - #taken, PAGE), 'JUSTID')
   cursor = got[1]
