@@ -56,9 +56,7 @@ class RowTable:
         self.phase = np.zeros(num_rows, np.uint8)
         self.decodable = _flags(num_rows)  # phase DECODE, not paused, not losing its KV
         self.paused = _flags(num_rows)
-        self.losing_kv = (
-            flags()
-        )  # preempted; its blocks go back when no step in flight touches them
+        self.losing_kv = _flags(num_rows)  # preempted; its KV goes when no step in flight uses it
         self.losing_row = _flags(num_rows)  # and its row too
         self.ended = _flags(num_rows)
         self.started = _flags(
@@ -114,7 +112,8 @@ class RowTable:
     def holders(self) -> BoolArray:
         """bool [rows]: rows with KV that may be preempted."""
         holders: BoolArray = (self.num_blocks > 0) & (self.phase != Phase.FULL)
-        return holders & ~self.losing_kv & ~self.ended
+        holders &= ~self.losing_kv & ~self.ended
+        return holders
 
     def yields_to(self, order: int) -> BoolArray:
         """bool [rows]: rows that give way to a run of this order that wants to enter."""
