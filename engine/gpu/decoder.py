@@ -88,6 +88,7 @@ class GpuDecoder:
             self.linears.fused(
                 logits, a.hidden, self._head(),
                 norm_weight=self._weights.final_norm, eps=self.spec.rms_norm_eps,
+                norm_scratch=a.normed,
             )  # fmt: skip
             return
         for index, layer in enumerate(self._weights.layers):
@@ -130,17 +131,20 @@ class GpuDecoder:
     def _fused_layer(
         self, index: int, layer: LayerWeights, a: Activations, work: DecodeWork
     ) -> None:
-        """Six launches, each prefetching its weights while the one before still runs."""
+        """Few launches, each prefetching its weights while the one before still runs."""
         fused, eps = self.linears.fused, self.spec.rms_norm_eps
         fused(
             a.qkv, a.hidden, _dense(layer.qkv),
-            bias=layer.qkv_bias, norm_weight=layer.attn_norm, eps=eps,
+            bias=layer.qkv_bias, norm_weight=layer.attn_norm, eps=eps, norm_scratch=a.normed,
         )  # fmt: skip
         self._rope(index, layer, a, pdl=True)
         self._attend_decode(index, a, work, pdl=True)
         fused(a.hidden, a.attended, _dense(layer.o), residual=a.hidden)
-        fused(a.gate_up, a.hidden, _dense(layer.gate_up), norm_weight=layer.mlp_norm, eps=eps)
-        fused(a.hidden, a.gate_up, _dense(layer.down), silu=True, residual=a.hidden)
+        fused(
+            a.gated, a.hidden, _dense(layer.gate_up),
+            norm_weight=layer.mlp_norm, eps=eps, norm_scratch=a.normed, glu=True,
+        )  # fmt: skip
+        fused(a.hidden, a.gated, _dense(layer.down), residual=a.hidden)
 
     def _plain_layer(
         self,

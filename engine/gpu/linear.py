@@ -33,13 +33,15 @@ class Linears:
         bias: torch.Tensor | None = None,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
-        silu: bool = False,
+        norm_scratch: torch.Tensor | None = None,
+        glu: bool = False,
         residual: torch.Tensor | None = None,
     ) -> None:
-        """out = f(x) W^T + bias + residual in one launch; see `kernels.small_gemm.small_linear`."""
+        """out = f(x) W^T + bias + residual; see `kernels.small_gemm.small_linear`."""
         small_linear(
             out, x, weight, self.workspace,
-            bias=bias, norm_weight=norm_weight, eps=eps, silu=silu, residual=residual,
+            bias=bias, norm_weight=norm_weight, eps=eps, norm_scratch=norm_scratch, glu=glu,
+            residual=residual,
         )  # fmt: skip
 
     def plain(
