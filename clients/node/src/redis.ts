@@ -1,81 +1,20 @@
 /** The Redis door: jobs by XADD, tokens by one XREAD loop over every job that is followed. */
 
-import { createClient } from "redis";
+import { ErrorReply } from "redis";
 import { Backoff, sleep, type Door, type Fields } from "./door.js";
 import { TokenbusError, fromWire } from "./errors.js";
+import { Link, typed } from "./redis-link.js";
 import type { JobStream } from "./stream.js";
 import { toUsage, type Done, type JobStatus, type Timeouts } from "./types.js";
 
 const BLOCK_MS = 1_000;
 const BLOCK_WITHOUT_WAKE_MS = 50; // where CLIENT UNBLOCK is not allowed
 const SCAN_ENTRIES = 10_000; // newest entries of each jobs stream that `status` looks through
-const ATTEMPTS = 4;
-
-type Client = ReturnType<typeof connect>;
-type Reply = null | number | string | Reply[];
 
 interface Followed {
   cursor: string;
   readFrom: string;
   streams: { stream: JobStream; isOwn: boolean }[];
-}
-
-function connect(url: string, timeoutMs: number, connectMs: number) {
-  const client = createClient({
-    url, RESP: 2, disableOfflineQueue: true,
-    socket: { connectTimeout: connectMs, socketTimeout: timeoutMs, reconnectStrategy: false },
-  });
-  client.on("error", () => {}); // every command rejects with it
-  return client;
-}
-
-/** One connection that is made anew when it breaks, and whose commands can be repeated. */
-class Link {
-  #client: Client | undefined;
-
-  constructor(readonly url: string, readonly timeoutMs: number, readonly connectMs: number) {}
-
-  /** Run a command that may safely run twice. Throws `unavailable` or `internal`. */
-  async call(args: string[], attempts = ATTEMPTS): Promise<Reply> {
-    const backoff = new Backoff(50, 1_000);
-    for (let left = attempts; ; ) {
-      try {
-        return await this.once(args);
-      } catch (error) {
-        left -= 1;
-        const isRefusal = isReplyError(error) && !isPassing(error as Error);
-        if (isRefusal || left <= 0) throw typed(error as Error, isRefusal);
-      }
-      await sleep(backoff.next());
-    }
-  }
-
-  async once(args: string[]): Promise<Reply> {
-    let client = this.#client;
-    if (client === undefined || !client.isReady) {
-      client?.destroy();
-      client = connect(this.url, this.timeoutMs, this.connectMs);
-      this.#client = client;
-      await client.connect();
-    }
-    try {
-      return (await client.sendCommand(args)) as Reply;
-    } catch (error) {
-      // The reply of a command that was given up must not be taken for the next one's.
-      if (!isReplyError(error)) this.drop();
-      throw error;
-    }
-  }
-
-  drop(): void {
-    const client = this.#client;
-    this.#client = undefined;
-    if (client?.isOpen) client.destroy();
-  }
-
-  get isConnected(): boolean {
-    return this.#client?.isReady === true;
-  }
 }
 
 export class RedisDoor implements Door {
@@ -219,7 +158,7 @@ export class RedisDoor implements Door {
     try {
       this.#clientId = String(await this.#reads.once(["CLIENT", "ID"]));
     } catch (error) {
-      if (!isReplyError(error)) throw error;
+      if (!(error instanceof ErrorReply)) throw error;
       this.#canWake = false; // not allowed here
     }
   }
@@ -285,19 +224,4 @@ function toMap(flat: string[]): Record<string, string> {
   const map = Object.create(null) as Record<string, string>;
   for (let i = 0; i + 1 < flat.length; i += 2) map[flat[i] as string] = flat[i + 1] as string;
   return map;
-}
-
-/** The server answered, with an error: the connection is in order. */
-function isReplyError(error: unknown): boolean {
-  return error instanceof Error && /^(SimpleError|BlobError|ErrorReply)$/.test(error.constructor.name);
-}
-
-function isPassing(error: Error): boolean {
-  return /^(LOADING|READONLY|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED)/.test(error.message);
-}
-
-function typed(error: Error, isRefusal: boolean): TokenbusError {
-  if (error instanceof TokenbusError) return error;
-  const isAway = !isRefusal || /^(MISCONF|OOM|NOAUTH|WRONGPASS)/.test(error.message);
-  return new TokenbusError(isAway ? "unavailable" : "internal", `Redis: ${error.message}`, { cause: error });
 }

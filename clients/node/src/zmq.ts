@@ -3,26 +3,16 @@
 import { randomUUID } from "node:crypto";
 import { Backoff, sleep, type Door, type Fields } from "./door.js";
 import { TokenbusError, fromWire } from "./errors.js";
-import { MessageType, packIds, type Message } from "./protocol.js";
+import { MessageType, type Message } from "./protocol.js";
 import { Session, type CurveKeys } from "./session.js";
 import type { JobStream } from "./stream.js";
-import { toUsage, type Done, type JobStatus, type Timeouts, type Token } from "./types.js";
+import { toUsage, type Done, type JobStatus, type Timeouts } from "./types.js";
+import { submitMessage, toStatus, toToken, type Followed } from "./zmq-job.js";
 import type { Body } from "./msgpack.js";
 
 const GREETING_MS = 5_000;
 const RESUME_AGAIN_MS = 1_000;
 const MAX_RESUMES = 5; // without a new token in between
-const INLINE_IDS = 64; // more travel as a blob
-
-interface Followed {
-  stream: JobStream;
-  fields: Fields | undefined; // undefined: submitted elsewhere
-  openedMs: number;
-  seed: number | undefined; // the one in use, told by ACCEPTED
-  isAccepted: boolean;
-  resumes: number;
-  resumedMs: number;
-}
 
 interface Waiter {
   kind: "cancel" | "status";
@@ -177,25 +167,8 @@ export class ZmqDoor implements Door {
     return rest.length < row.length;
   }
 
-  /** SUBMIT, with the seed and the ids the reader holds where another worker had the job before. */
   #submit(followed: Followed): void {
-    const body: Record<string, unknown> = { ...followed.fields };
-    if (typeof body["deadline_ms"] === "number") {
-      body["deadline_ms"] = Math.max(Math.floor(body["deadline_ms"] - (performance.now() - followed.openedMs)), 1);
-    }
-    if (followed.seed !== undefined) {
-      body["seed"] = followed.seed;
-      if (followed.stream.assembler.ids.length > 0) body["have"] = followed.stream.assembler.ids;
-    }
-    const blobs: Uint8Array[] = [];
-    for (const name of ["input_ids", "have"]) {
-      const ids = body[name];
-      if (!Array.isArray(ids) || ids.length <= INLINE_IDS) continue;
-      delete body[name];
-      body[`${name}_blob`] = blobs.length;
-      blobs.push(packIds(ids as number[]));
-    }
-    this.#send(MessageType.SUBMIT, body, blobs);
+    this.#send(MessageType.SUBMIT, ...submitMessage(followed));
   }
 
   #resume(followed: Followed): void {
@@ -323,24 +296,4 @@ export class ZmqDoor implements Door {
   #settle(waiter: Waiter, end: () => void): void {
     if (this.#waiters.delete(waiter)) end();
   }
-}
-
-function toToken(event: unknown): [string, Token] {
-  const [job, attempt, seq, ids, text] = Array.isArray(event) ? event : [];
-  const isWhole = typeof job === "string" && typeof attempt === "number" && typeof text === "string";
-  const isPlaced = Number.isInteger(seq) && seq >= 1 && Array.isArray(ids) && ids.length > 0;
-  if (!isWhole || !isPlaced || !ids.every((id: unknown) => Number.isInteger(id))) {
-    throw new TokenbusError("bad_frame", "event is not [job, attempt, seq, ids, text]");
-  }
-  return [job, { attempt, seq, ids, text }];
-}
-
-function toStatus(body: Body): JobStatus {
-  const status: JobStatus = {
-    job: String(body["job"]), state: String(body["state"] ?? ""), attempt: Number(body["attempt"] ?? 0),
-    seq: Number(body["seq"] ?? 0),
-  };
-  if (typeof body["reason"] === "string") status.reason = body["reason"];
-  if (typeof body["code"] === "string") status.code = body["code"];
-  return status;
 }

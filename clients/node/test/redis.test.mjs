@@ -167,6 +167,32 @@ test("a killed server is read on from the cursor", { skip }, async () => {
   await own.stop();
 });
 
+test("a server that was killed between two commands is met again", { skip }, async () => {
+  const own = await Server.start();
+  const client = new Client({ redis: own.url, timeouts: { answerMs: 2_000 } });
+  await client.submit({ prompt: "p" });
+  await own.kill();
+  await own.run();
+  const jobs = await Promise.all([1, 2, 3].map(() => client.submit({ prompt: "p" })));
+  assert.equal(new Set(jobs).size, 3);
+  await client.close();
+  await own.stop();
+});
+
+test("a stopped server is noticed, and the late reply does not go to the next command", { skip }, async () => {
+  const own = await Server.start();
+  const client = new Client({ redis: own.url, timeouts: { answerMs: 200 } });
+  await own.redis.sendCommand(["HSET", "tokenbus:{default}:job:a", "state", "running", "attempt", "1"]);
+  await own.redis.sendCommand(["HSET", "tokenbus:{default}:job:b", "state", "running", "attempt", "2"]);
+  await client.status("a");
+  own.process.kill("SIGSTOP");
+  await assert.rejects(client.status("a"), { code: "unavailable" });
+  own.process.kill("SIGCONT");
+  assert.equal((await client.status("b")).attempt, 2);
+  await client.close();
+  await own.stop();
+});
+
 test("a server that is not there is an error in time", async () => {
   const redis = `redis://127.0.0.1:${await freePort()}`;
   const client = new Client({ redis, timeouts: { connectMs: 300, answerMs: 300, giveUpMs: 300 } });

@@ -1,0 +1,63 @@
+/** What the ZeroMQ door knows of one job, and the bodies about it. */
+
+import type { Fields } from "./door.js";
+import { TokenbusError } from "./errors.js";
+import type { Body } from "./msgpack.js";
+import { packIds } from "./protocol.js";
+import type { JobStream } from "./stream.js";
+import type { JobStatus, Token } from "./types.js";
+
+const INLINE_IDS = 64; // more travel as a blob
+
+export interface Followed {
+  stream: JobStream;
+  fields: Fields | undefined; // undefined: submitted elsewhere
+  openedMs: number;
+  seed: number | undefined; // the one in use, told by ACCEPTED
+  isAccepted: boolean;
+  resumes: number;
+  resumedMs: number;
+}
+
+/** Body and blobs of SUBMIT, with the seed and the ids the reader holds where another worker had the job before. */
+export function submitMessage({ fields, openedMs, seed, stream }: Followed): [Record<string, unknown>, Uint8Array[]] {
+  const body: Record<string, unknown> = { ...fields };
+  if (typeof body["deadline_ms"] === "number") {
+    body["deadline_ms"] = Math.max(Math.floor(body["deadline_ms"] - (performance.now() - openedMs)), 1);
+  }
+  if (seed !== undefined) {
+    body["seed"] = seed;
+    if (stream.assembler.ids.length > 0) body["have"] = stream.assembler.ids;
+  }
+  const blobs: Uint8Array[] = [];
+  for (const name of ["input_ids", "have"]) {
+    const ids = body[name];
+    if (!Array.isArray(ids) || ids.length <= INLINE_IDS) continue;
+    delete body[name];
+    body[`${name}_blob`] = blobs.length;
+    blobs.push(packIds(ids as number[]));
+  }
+  return [body, blobs];
+}
+
+/** An element of TOKENS `events`: job and token. Throws `bad_frame`. */
+export function toToken(event: unknown): [string, Token] {
+  const [job, attempt, seq, ids, text] = Array.isArray(event) ? event : [];
+  const isWhole = typeof job === "string" && typeof attempt === "number" && typeof text === "string";
+  const isPlaced = Number.isInteger(seq) && seq >= 1 && Array.isArray(ids) && ids.length > 0;
+  if (!isWhole || !isPlaced || !ids.every((id: unknown) => Number.isInteger(id))) {
+    throw new TokenbusError("bad_frame", "event is not [job, attempt, seq, ids, text]");
+  }
+  return [job, { attempt, seq, ids, text }];
+}
+
+/** What a body about a job says of its state. */
+export function toStatus(body: Body): JobStatus {
+  const status: JobStatus = {
+    job: String(body["job"]), state: String(body["state"] ?? ""), attempt: Number(body["attempt"] ?? 0),
+    seq: Number(body["seq"] ?? 0),
+  };
+  if (typeof body["reason"] === "string") status.reason = body["reason"];
+  if (typeof body["code"] === "string") status.code = body["code"];
+  return status;
+}
