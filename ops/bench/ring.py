@@ -5,7 +5,8 @@ Each exchanges messages of 64 bytes with one other process:
 
 - round trip: one message there and back, both sides waiting in the way that is fastest for them
   (ring: a short spin, then asleep; zmq and Queue: a blocking receive). `ring_sleeping` is our
-  ring without the spin: both sides sleep on their eventfds between messages.
+  ring without the spin: both sides sleep on their eventfds between messages. Spinning only makes
+  sense with a core each, so `ring` keeps its sides off each other's CPU; the rest runs as it likes.
 - one way: the sender puts a monotonic time into each message and paces itself.
 - rate: as many messages one way as the receiver takes.
 """
@@ -72,14 +73,20 @@ def _channel(name: str, folder: Path) -> Iterator[Channel]:
     """One side of a channel whose other side another process serves."""
     spawn = multiprocessing.get_context("spawn")
     if name.startswith("ring"):
-        listener = LinkListener(folder / name, RING_BYTES)
         spin_s = SPIN_S if name == "ring" else 0.0
-        with (
-            _process(spawn, serve_ring, str(listener.path), spin_s),
-            listener.accept(30.0) as link,
-        ):
-            yield RingChannel(link, False, spin_s)
-        listener.close()
+        cpus = os.sched_getaffinity(0)
+        near, far = (set(sorted(cpus)[:1]), cpus - {min(cpus)} or cpus) if spin_s else (cpus, cpus)
+        listener = LinkListener(folder / name, RING_BYTES)
+        os.sched_setaffinity(0, near)
+        try:
+            with (
+                _process(spawn, serve_ring, str(listener.path), spin_s, far),
+                listener.accept(30.0) as link,
+            ):
+                yield RingChannel(link, False, spin_s)
+        finally:
+            os.sched_setaffinity(0, cpus)
+            listener.close()
     elif name == "zmq_ipc":
         with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
             sock.bind(f"ipc://{folder}/zmq")

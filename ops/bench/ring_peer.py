@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from typing import Any, Final, Protocol
 
@@ -111,8 +112,9 @@ def serve(channel: Channel) -> None:
                 return
 
 
-def serve_ring(path: str, spin_s: float) -> None:
-    """`serve` at the engine's end of a link."""
+def serve_ring(path: str, spin_s: float, cpus: set[int]) -> None:
+    """`serve` at the engine's end of a link, on these CPUs."""
+    os.sched_setaffinity(0, cpus)
     with connect_engine(path, 30.0) as link:
         serve(RingChannel(link, True, spin_s))
         link.wait(30.0)  # until the other side has read the answer and closed
