@@ -50,7 +50,7 @@ def build(config: BrokerConfig, loop: asyncio.AbstractEventLoop, monitor: Monito
     curve = load_curve(config.zmq) if config.zmq else None
     model = load_text_model(config.model_path, config.fake_vocab_size)
     system = ActorSystem(loop)
-    link = EngineLink(system, config.link_path, config.ring_bytes)
+    link = EngineLink(system, config.link_path, config.ring_bytes, config.engine_hang_ms)
     text = TextActor(system, config, model)
     ledger = LedgerActor(system, config.limits, model.vocabulary, link)
     addresses: dict[str, object] = {

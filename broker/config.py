@@ -68,6 +68,7 @@ class BrokerConfig:
     redis: RedisConfig | None = None
     zmq: ZmqConfig | None = None
     limits: QueueConfig = field(default_factory=QueueConfig)
+    engine_hang_ms: int = 60_000  # an engine that says nothing for so long is killed
     fake_vocab_size: int = 0  # > 0: the fake model; text is one letter per token id
 
     def to_json(self) -> str:

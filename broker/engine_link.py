@@ -11,13 +11,16 @@ starting runs when it hears `RingState`), and goes out when the engine makes roo
 from __future__ import annotations
 
 import os
+import signal
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import structlog
 
 from broker.actor import Actor, ActorSystem, Overflow
+from broker.engine_watchdog import Watchdog
 from broker.link_messages import (
     AbortRuns,
     EngineGone,
@@ -50,6 +53,7 @@ log = structlog.get_logger("broker.link")
 
 BATCH_RECORDS = 64  # then the loop gets a turn
 POLL_S = 0.02  # a lost wake-up costs at most this; see broker.ring.wake
+WATCH_S = 0.5  # how often the watchdog looks
 
 
 class EngineLink(Actor):
@@ -58,8 +62,9 @@ class EngineLink(Actor):
     `ledger` gets everything; `listeners` get EngineUp, EngineGone and EngineProgress.
     """
 
-    def __init__(self, system: ActorSystem, path: str, ring_bytes: int) -> None:
+    def __init__(self, system: ActorSystem, path: str, ring_bytes: int, hang_ms: int) -> None:
         super().__init__(system, "engine_link", overflow=Overflow.CRASH)
+        self._watchdog = Watchdog(hang_ms / 1000)
         self._listener = LinkListener(path, ring_bytes)
         self._listeners: list[Address] = []
         self._ledger: Address | None = None
@@ -80,6 +85,7 @@ class EngineLink(Actor):
         """Accept engines."""
         self._loop.add_reader(self._listener.fileno(), self.guard(self._accept))
         self.every(POLL_S, self._look_anyway)
+        self.every(WATCH_S, self._watch)
 
     async def stop(self) -> None:
         """Drop the engine and the socket."""
@@ -178,6 +184,16 @@ class EngineLink(Actor):
         if self._waits_for_room:
             self._write_backlog()
 
+    def _watch(self) -> None:
+        """An engine that hangs is killed: its end is then handled like any other."""
+        if self._link is None or not self._watchdog.is_hung(self._loop.time()):
+            return
+        self._watchdog.forget()
+        pid = self._link.peer_pid
+        log.error("engine.hung", pid=pid, silent_s=round(self._watchdog.silent_s, 1))
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
     def _read_events(self) -> None:
         """Deliver one batch; then sleep on the bell, or come back after the others' turn."""
         link = self._link
@@ -200,10 +216,14 @@ class EngineLink(Actor):
         self._on_events()
 
     def _deliver(self, records: list[tuple[int, bytes]]) -> None:
+        if records:
+            self._watchdog.heard(self._loop.time())
         steps: list[StepEvents] = []
         for kind, payload in records:
             if kind == Kind.STEP:
-                steps.append(decode_step(payload))
+                step = decode_step(payload)
+                self._watchdog.note_step(step.step_us)
+                steps.append(step)
                 continue
             if steps:
                 self._tell_ledger(Steps(steps))
@@ -218,6 +238,7 @@ class EngineLink(Actor):
         elif kind == Kind.STATS:
             self._tell_ledger(EngineStats(decode_json(payload)))
         elif kind == Kind.READY:
+            self._watchdog.ready(self._loop.time())
             self._tell_all(_engine_up(decode_json(payload), self._engine_pid))
         elif kind == Kind.PROGRESS:
             self._tell_all(EngineProgress(decode_json(payload)))
@@ -238,6 +259,7 @@ class EngineLink(Actor):
 
     def _drop_link(self) -> None:
         link, self._link = self._link, None
+        self._watchdog.forget()
         if link is None:
             return
         self._loop.remove_reader(link.sock.fileno())

@@ -186,6 +186,8 @@ class GatewayActor(Actor):
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = Client(name)
+        if peer.client is not None and peer.client is not client:
+            peer.client.peer = None  # the connection speaks for another client from now on
         if client.peer is not None and client.peer is not peer:
             log.info("client.moved", client=hello.client)
             client.peer.client = None

@@ -15,13 +15,10 @@ import structlog
 
 from broker.actor import Actor, ActorSystem, Overflow
 from broker.config import QueueConfig
-from broker.ledger.deadlines import Deadlines
+from broker.ledger.book import Book
 from broker.ledger.job import Job, JobState
-from broker.ledger.outbox import Outbox
 from broker.ledger.reports import Reports
-from broker.ledger.runs import Runs
 from broker.ledger.steps import take_steps
-from broker.ledger.trials import Trials
 from broker.link_messages import (
     EngineGone,
     EngineProgress,
@@ -35,16 +32,13 @@ from broker.messages import (
     Accepted,
     Address,
     Cancel,
-    Done,
     Drain,
     Drop,
-    Failed,
     Pause,
     Refused,
     Submit,
     Unpause,
 )
-from broker.queue import FairQueue
 from broker.ring.records import Finish
 from broker.text.prepare import prompt_field
 from broker.text.vocabulary import Vocabulary
@@ -73,16 +67,11 @@ class LedgerActor(Actor):
         super().__init__(system, "ledger", capacity=131_072, overflow=Overflow.CRASH)
         self.drained = asyncio.Event()  # set when a drain has left no job behind
         self._vocabulary = vocabulary
-        self._jobs: dict[str, Job] = {}
-        self._queue = FairQueue(limits)
-        self._runs = Runs(link)
-        self._trials = Trials(limits.max_engine_kills)
-        self._deadlines = Deadlines()
+        self._book = Book(limits, link)
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._deadline_armed_ns = 0
-        self._outbox = Outbox()
         self._is_draining = False
-        self._reports = Reports(self._jobs, self._runs)
+        self._reports = Reports(self._book.jobs, self._book.runs)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -116,18 +105,18 @@ class LedgerActor(Actor):
 
     def after_burst(self) -> None:
         """Start what may run, then tell the doors what happened."""
-        self._start_runs()
-        self._outbox.flush()
+        self._book.start_runs()
+        self._book.outbox.flush()
         self._reports.tell_capacity(self._is_draining)
         self._arm_deadline_timer()
-        if self._is_draining and not self._jobs:
+        if self._is_draining and not self._book.jobs:
             self.drained.set()
 
     # ------------------------------------------------------------ from the doors
 
     def _on_submit(self, message: Submit) -> None:
         name = message.prepared.request.job
-        known = self._jobs.get(name)
+        known = self._book.jobs.get(name)
         if known is not None and self._meets_known(known, message):
             return
         if self._is_draining:
@@ -136,27 +125,22 @@ class LedgerActor(Actor):
             return
         job = Job(message, self._vocabulary)
         try:
-            position = self._queue.admit(job.ticket())
+            position = self._book.admit(job)
         except Busy as busy:
             message.door.tell(Refused(name, busy))
             return
-        self._jobs[name] = job
-        if job.deadline_ns is not None:
-            self._deadlines.add(name, job.deadline_ns)
         message.door.tell(_accepted(job, position))
         reason = job.resume_text()
         if reason is not None:
-            self._end(job, job.done(reason, time.monotonic_ns()))
+            self._book.end(job, job.done(reason, time.monotonic_ns()))
         elif message.solo:
-            self._queue.remove(name)
-            job.move(JobState.SUSPECT)
-            self._trials.add(job)
+            self._book.suspect(job)
 
     def _meets_known(self, known: Job, message: Submit) -> bool:
         """True if the submit was answered; False if it replaces the job that was known."""
         is_same_door = known.door is message.door
         if is_same_door and message.attempt > known.attempt:
-            self._forget(known)  # fenced: this worker itself owns the newer attempt
+            self._book.forget(known)  # fenced: this worker itself owns the newer attempt
             return False
         is_same = known.prepared.request == message.prepared.request
         if is_same_door and message.attempt == known.attempt and is_same:
@@ -167,52 +151,36 @@ class LedgerActor(Actor):
         return True
 
     def _on_cancel(self, message: Cancel) -> None:
-        job = self._jobs.get(message.job)
+        job = self._book.jobs.get(message.job)
         if job is not None:
-            self._end(job, job.done(message.reason, time.monotonic_ns()))
+            self._book.end(job, job.done(message.reason, time.monotonic_ns()))
 
     def _on_drop(self, message: Drop) -> None:
-        job = self._jobs.get(message.job)
+        job = self._book.jobs.get(message.job)
         if job is not None:
-            self._forget(job)
+            self._book.forget(job)
 
     def _on_pause(self, message: Pause) -> None:
-        job = self._jobs.get(message.job)
-        if job is None or job.is_paused:
-            return
-        job.is_paused = True
-        if job.state is JobState.RUNNING and job is not self._trials.current:
-            self._runs.pause(job)
-            return
-        self._queue.remove(job.name)
-        self._trials.remove(job, cleared=False)
-        self._runs.abort(job)
-        job.move(JobState.PAUSED)
+        job = self._book.jobs.get(message.job)
+        if job is not None and not job.is_paused:
+            self._book.pause(job)
 
     def _on_unpause(self, message: Unpause) -> None:
-        job = self._jobs.get(message.job)
-        if job is None or not job.is_paused:
-            return
-        job.is_paused = False
-        if job.state is JobState.RUNNING:
-            self._runs.resume(job)
-        elif job.strikes:
-            job.move(JobState.SUSPECT)
-            self._trials.add(job)
-        else:
-            self._requeue(job)
+        job = self._book.jobs.get(message.job)
+        if job is not None and job.is_paused:
+            self._book.unpause(job)
 
     def _on_drain(self, message: Drain) -> None:
         self._is_draining = True
-        log.info("ledger.draining", jobs=len(self._jobs), drain_ms=message.drain_ms)
-        for job in list(self._jobs.values()):
+        log.info("ledger.draining", jobs=len(self._book.jobs), drain_ms=message.drain_ms)
+        for job in list(self._book.jobs.values()):
             if job.state is not JobState.RUNNING:
-                self._release(job)
+                self._book.release(job)
         self.later(message.drain_ms / 1000, self._release_all)
 
     def _release_all(self) -> None:
-        for job in list(self._jobs.values()):
-            self._release(job)
+        for job in list(self._book.jobs.values()):
+            self._book.release(job)
         self.after_burst()
 
     # ------------------------------------------------------------ from the engine
@@ -220,7 +188,7 @@ class LedgerActor(Actor):
     def _on_steps(self, message: Steps) -> None:
         self._reports.progress += len(message.steps)
         now_ns = time.monotonic_ns()
-        for job, finish in take_steps(self._runs, message.steps):
+        for job, finish in take_steps(self._book.runs, message.steps):
             if finish == Finish.NOT_FINISHED:
                 self._publish(job, now_ns)
             else:
@@ -230,122 +198,68 @@ class LedgerActor(Actor):
         """The fresh tokens of a run that goes on, unless they complete a stop string."""
         tokens = job.take_tokens(Finish.NOT_FINISHED, now_ns)
         if tokens is not None:
-            self._outbox.add(job.door, tokens)
+            self._book.outbox.add(job.door, tokens)
         if job.detokenizer.is_stopped:
-            self._end(job, job.done("stop", now_ns))
-        elif self._trials.is_cleared(job):
-            self._clear(job)
+            self._book.end(job, job.done("stop", now_ns))
+        elif self._book.trials.is_cleared(job):
+            self._book.clear(job)
 
     def _finish(self, job: Job, finish: int, now_ns: int) -> None:
         """The engine ended the run."""
         tokens = job.take_tokens(finish, now_ns)
         if tokens is not None:
-            self._outbox.add(job.door, tokens)
+            self._book.outbox.add(job.door, tokens)
         if job.detokenizer.is_stopped or finish == Finish.STOP:
-            self._end(job, job.done("stop", now_ns))
+            self._book.end(job, job.done("stop", now_ns))
         elif finish == Finish.LENGTH:
-            self._end(job, job.done("length", now_ns))
+            self._book.end(job, job.done("length", now_ns))
         elif finish == Finish.ERROR:
-            self._end(job, job.failed(NonFinite("the model's output is not finite")))
+            self._book.end(job, job.failed(NonFinite("the model's output is not finite")))
         else:
-            self._end(job, job.failed(Internal("the engine ended the run unasked")))
+            self._book.end(job, job.failed(Internal("the engine ended the run unasked")))
 
     def _on_rejected(self, message: RunRejected) -> None:
         reject = message.reject
-        job = self._runs.ended(reject.rid)
+        job = self._book.runs.ended(reject.rid)
         if job is not None:
             names = {"prompt_ids": prompt_field(job.prepared.request), "prefix_ids": "have"}
             field = names.get(reject.field, reject.field)
-            self._end(job, job.failed(from_wire(reject.code, reject.message, field=field)))
+            self._book.end(job, job.failed(from_wire(reject.code, reject.message, field=field)))
 
     def _on_stats(self, message: EngineStats) -> None:
         self._reports.progress += 1
         self._reports.engine_stats = message.stats
 
     def _on_ring_state(self, message: RingState) -> None:
-        self._runs.is_ring_full = message.is_full
+        self._book.runs.is_ring_full = message.is_full
 
     def _on_engine_up(self, message: EngineUp) -> None:
-        self._runs.up(message)
+        self._book.runs.up(message)
         self._reports.tell_state()
 
     def _on_engine_gone(self, message: EngineGone) -> None:
         computing = []
-        for job in self._runs.gone():
+        for job in self._book.runs.gone():
             if job.is_paused:
                 job.move(JobState.PAUSED)
             else:
                 computing.append(job)
                 job.move(JobState.SUSPECT)
-        poison, suspects = self._trials.accuse(computing)
-        log.error(
-            "engine.lost", pid=message.pid, suspects=len(suspects), poison=[j.name for j in poison]
-        )
+        poison, suspects = self._book.trials.accuse(computing)
+        if computing:
+            names = [job.name for job in poison]
+            log.error("engine.lost", pid=message.pid, suspects=len(suspects), poison=names)
         self._reports.tell_state(tuple(job.name for job in computing))
         for job in poison:
             text = f"the engine died {job.strikes} times with this job in it, the last time alone"
-            self._end(job, job.failed(Poisoned(text), dead=True))
-
-    # ------------------------------------------------------------ state changes
-
-    def _start_runs(self) -> None:
-        runs, queue = self._runs, self._queue
-        if self._trials:
-            if runs.num_free and not runs.num_occupied:
-                suspect = self._trials.next()
-                if suspect is not None:
-                    runs.start(suspect, solo=True)
-            return
-        while runs.num_free and (ticket := queue.pop()) is not None:
-            runs.start(self._jobs[ticket.job], solo=False)
-        if len(queue) and runs.is_up and not runs.num_free:
-            self._evict_paused()
-
-    def _evict_paused(self) -> None:
-        """A paused run gives its place in the engine to a job that can use it."""
-        job = self._runs.longest_paused()
-        if job is not None:
-            self._runs.abort(job)
-            job.move(JobState.PAUSED)
-
-    def _clear(self, job: Job) -> None:
-        """The job on trial is innocent: it goes back to the others, to run beside them."""
-        self._trials.remove(job, cleared=True)
-        self._runs.abort(job)
-        self._requeue(job)
-
-    def _requeue(self, job: Job) -> None:
-        job.move(JobState.QUEUED)
-        self._queue.requeue(job.ticket())
-
-    def _end(self, job: Job, event: Done | Failed) -> None:
-        """The one terminal event of a job."""
-        if job.launched_ns:
-            self._queue.refund(job.ticket(), job.prepared.max_tokens - len(job.ids))
-        self._outbox.add(job.door, event)
-        self._forget(job)
-        reason = event.reason if isinstance(event, Done) else event.error.code
-        log.info(
-            "request.finished", job=job.name, attempt=job.attempt, reason=reason, **_facts(event)
-        )
-
-    def _release(self, job: Job) -> None:
-        """Give the job back to its door; another worker may take it, and nothing is charged."""
-        self._outbox.release(job.door, job.name)
-        self._forget(job)
-
-    def _forget(self, job: Job) -> None:
-        self._runs.abort(job)
-        self._queue.remove(job.name)
-        self._trials.remove(job, cleared=True)
-        self._deadlines.remove(job.name)
-        job.move(JobState.ENDED)
-        del self._jobs[job.name]
+            self._book.end(job, job.failed(Poisoned(text), dead=True))
+        if self._is_draining:
+            self._release_all()  # nobody will start an engine for what is left
 
     # ------------------------------------------------------------ regular work
 
     def _arm_deadline_timer(self) -> None:
-        next_ns = self._deadlines.next_ns()
+        next_ns = self._book.deadlines.next_ns()
         if next_ns is None or (self._deadline_timer and next_ns == self._deadline_armed_ns):
             return
         if self._deadline_timer is not None:
@@ -357,27 +271,12 @@ class LedgerActor(Actor):
     def _end_overdue(self) -> None:
         self._deadline_timer = None
         now_ns = time.monotonic_ns()
-        for name in self._deadlines.take_due(now_ns):
-            job = self._jobs[name]
-            self._end(job, job.done("deadline", now_ns))
+        for name in self._book.deadlines.take_due(now_ns):
+            job = self._book.jobs[name]
+            self._book.end(job, job.done("deadline", now_ns))
         self.after_burst()
 
 
 def _accepted(job: Job, position: int) -> Accepted:
     prompt_tokens = len(job.prepared.prompt_ids)
     return Accepted(job.name, job.attempt, job.seed, prompt_tokens, position)
-
-
-def _facts(event: Done | Failed) -> dict[str, object]:
-    """What the canonical line of a job says about it; never its text."""
-    if isinstance(event, Failed):
-        return {"output_tokens": event.seq, "error": event.error.message, "dead": event.dead}
-    usage = event.usage
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "output_tokens": usage.completion_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "queue_ms": round(usage.queue_ms, 1),
-        "first_token_ms": round(usage.ttft_ms, 1),
-        "total_ms": round(usage.total_ms, 1),
-    }

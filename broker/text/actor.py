@@ -15,9 +15,10 @@ from broker.link_messages import EngineGone, EngineProgress, EngineUp
 from broker.messages import Prepare, PrepareFailed
 from broker.text.model import TextModel
 from broker.text.prepare import Limits, check_model, encode_prompt, prompt_size, resolve
-from tokenbus.errors import Internal, TokenbusError
+from tokenbus.errors import Busy, Internal, TokenbusError
 
 INLINE_CHARS = 8_192  # about 1 ms of tokenizing
+MAX_LONG_PROMPTS = 64  # in the thread's line; each may hold megabytes
 
 
 class TextActor(Actor):
@@ -33,6 +34,7 @@ class TextActor(Actor):
             default_max_tokens=config.limits.default_max_tokens,
             eos_token_ids=model.eos_token_ids,
         )
+        self._num_long = 0
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     def handle(self, message: object) -> None:
@@ -57,14 +59,21 @@ class TextActor(Actor):
         )
 
     def _prepare(self, message: Prepare) -> None:
-        if prompt_size(message.request) > INLINE_CHARS:
-            self.spawn(self._prepare_in_thread(message), "tokenize")
-        else:
+        if prompt_size(message.request) <= INLINE_CHARS:
             self._answer(message, self._try_encode(message))
+        elif self._num_long >= MAX_LONG_PROMPTS:
+            self._answer(message, Busy("too many long prompts are being prepared", retry_ms=500))
+        else:
+            self._num_long += 1
+            self.spawn(self._prepare_in_thread(message), "tokenize")
 
     async def _prepare_in_thread(self, message: Prepare) -> None:
         loop = asyncio.get_running_loop()
-        self._answer(message, await loop.run_in_executor(self._pool, self._try_encode, message))
+        try:
+            result = await loop.run_in_executor(self._pool, self._try_encode, message)
+        finally:
+            self._num_long -= 1
+        self._answer(message, result)
 
     def _try_encode(self, message: Prepare) -> object:
         """Prompt ids, or the TokenbusError that the job ends in."""

@@ -115,6 +115,28 @@ async def test_the_job_that_kills_the_engine_is_poisoned_and_its_neighbours_comp
         assert replies[late].ids == expect("late", 10)
 
 
+async def test_an_engine_that_hangs_is_killed_and_the_job_that_hangs_it_is_poisoned(
+    tmp_path: Path,
+) -> None:
+    fake = FakeModel(vocab_size=VOCAB, step_ms=2.0, hang_token=EVIL)
+    crashes: list[int] = []
+    async with (
+        running(make_worker(tmp_path, fake=fake, engine_hang_ms=1_300)) as worker,
+        RawClient(worker.endpoint) as client,
+    ):
+        keeper = asyncio.create_task(restart_engines(worker, crashes))
+        try:
+            await client.hello()
+            good = await client.submit(prompt="good", max_tokens=40)
+            evil = await client.submit(input_ids=[1, EVIL, 2], max_tokens=4)
+            replies = await client.collect(good, evil)
+        finally:
+            keeper.cancel()
+        assert crashes == [-signal.SIGKILL] * 3
+        assert replies[evil].body["code"] == "poisoned"
+        assert replies[good].ids == expect("good", 40)
+
+
 # ------------------------------------------------------------ drain
 
 

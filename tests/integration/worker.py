@@ -121,6 +121,7 @@ def make_worker(
     zmq: ZmqConfig | None = None,
     limits: QueueConfig | None = None,
     drain_ms: int = 5_000,
+    engine_hang_ms: int = 60_000,
     max_num_seqs: int = 16,
 ) -> Worker:
     """A worker that is not started yet, on a free port of its own."""
@@ -133,6 +134,7 @@ def make_worker(
         link_path=str(directory / "link" / "engine.sock"),
         ring_bytes=1 << 20,
         drain_ms=drain_ms,
+        engine_hang_ms=engine_hang_ms,
         zmq=replace(zmq or ZmqConfig(""), endpoint=f"ipc://{directory}/zmq.sock"),
         limits=limits or QueueConfig(),
         fake_vocab_size=model.vocab_size,

@@ -1,0 +1,44 @@
+"""When an engine counts as hung: it is ready, but says nothing.
+
+A live engine writes at least a STATS record each second, between two steps; so silence is one step
+that takes very long, or for ever. Knows times only.
+"""
+
+from __future__ import annotations
+
+STEP_FACTOR = 10  # and ten times the longest step seen is no hang either
+
+
+class Watchdog:
+    """Watches from READY on; loading may take as long as it takes."""
+
+    def __init__(self, hang_s: float) -> None:
+        self._hang_s = hang_s
+        self._longest_step_s = 0.0
+        self._heard_s: float | None = None
+        self.silent_s = 0.0
+
+    def ready(self, now_s: float) -> None:
+        """The engine is ready: watch it."""
+        self._longest_step_s = 0.0
+        self._heard_s = now_s
+
+    def heard(self, now_s: float) -> None:
+        """A record came."""
+        if self._heard_s is not None:
+            self._heard_s = now_s
+
+    def note_step(self, step_us: int) -> None:
+        """How long a step took."""
+        self._longest_step_s = max(self._longest_step_s, step_us / 1e6)
+
+    def forget(self) -> None:
+        """The engine is gone, or known to be hung."""
+        self._heard_s = None
+
+    def is_hung(self, now_s: float) -> bool:
+        """Whether it has been silent for too long."""
+        if self._heard_s is None:
+            return False
+        self.silent_s = now_s - self._heard_s
+        return self.silent_s > max(self._hang_s, STEP_FACTOR * self._longest_step_s)

@@ -1,0 +1,136 @@
+"""The ledger's tables, and the changes of a job's state that keep them in step.
+
+A job is in `jobs` until it ends, and in exactly one of: the queue, the engine's runs, the suspects,
+or none of them while it is paused. Knows no messages of doors or engine.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from broker.config import QueueConfig
+from broker.ledger.deadlines import Deadlines
+from broker.ledger.job import Job, JobState
+from broker.ledger.outbox import Outbox
+from broker.ledger.runs import Runs
+from broker.ledger.trials import Trials
+from broker.messages import Address, Done, Failed
+from broker.queue import FairQueue
+
+log = structlog.get_logger("broker.ledger")
+
+
+class Book:
+    """Jobs and where they are."""
+
+    def __init__(self, limits: QueueConfig, link: Address) -> None:
+        self.jobs: dict[str, Job] = {}
+        self.queue = FairQueue(limits)
+        self.runs = Runs(link)
+        self.trials = Trials(limits.max_engine_kills)
+        self.deadlines = Deadlines()
+        self.outbox = Outbox()
+
+    def admit(self, job: Job) -> int:
+        """A new job enters the queue; returns how many were before it. Raises Busy."""
+        position = self.queue.admit(job.ticket())
+        self.jobs[job.name] = job
+        if job.deadline_ns is not None:
+            self.deadlines.add(job.name, job.deadline_ns)
+        return position
+
+    def suspect(self, job: Job) -> None:
+        """The job must run alone first."""
+        self.queue.remove(job.name)
+        job.move(JobState.SUSPECT)
+        self.trials.add(job)
+
+    def pause(self, job: Job) -> None:
+        """Stop computing for the job; a run keeps its place in the engine while nobody needs it."""
+        job.is_paused = True
+        if job.state is JobState.RUNNING and job is not self.trials.current:
+            self.runs.pause(job)
+            return
+        self.queue.remove(job.name)
+        self.trials.remove(job, cleared=False)
+        self.runs.abort(job)
+        job.move(JobState.PAUSED)
+
+    def unpause(self, job: Job) -> None:
+        """Go on with the job, where it was."""
+        job.is_paused = False
+        if job.state is JobState.RUNNING:
+            self.runs.resume(job)
+        elif job.clear_at:
+            self.suspect(job)
+        else:
+            self.requeue(job)
+
+    def start_runs(self) -> None:
+        runs, queue = self.runs, self.queue
+        if self.trials:
+            if runs.num_free and not runs.num_occupied:
+                suspect = self.trials.next()
+                if suspect is not None:
+                    runs.start(suspect, solo=True)
+            return
+        while runs.num_free and (ticket := queue.pop()) is not None:
+            runs.start(self.jobs[ticket.job], solo=False)
+        if len(queue) and runs.is_up and not runs.num_free:
+            self._evict_paused()
+
+    def _evict_paused(self) -> None:
+        """A paused run gives its place in the engine to a job that can use it."""
+        job = self.runs.longest_paused()
+        if job is not None:
+            self.runs.abort(job)
+            job.move(JobState.PAUSED)
+
+    def clear(self, job: Job) -> None:
+        """The job on trial is innocent: it goes back to the others, to run beside them."""
+        self.trials.remove(job, cleared=True)
+        self.runs.abort(job)
+        self.requeue(job)
+
+    def requeue(self, job: Job) -> None:
+        job.move(JobState.QUEUED)
+        self.queue.requeue(job.ticket())
+
+    def end(self, job: Job, event: Done | Failed) -> None:
+        """The one terminal event of a job."""
+        if job.launched_ns:
+            self.queue.refund(job.ticket(), job.prepared.max_tokens - len(job.ids))
+        self.outbox.add(job.door, event)
+        self.forget(job)
+        reason = event.reason if isinstance(event, Done) else event.error.code
+        log.info(
+            "request.finished", job=job.name, attempt=job.attempt, reason=reason, **_facts(event)
+        )
+
+    def release(self, job: Job) -> None:
+        """Give the job back to its door; another worker may take it, and nothing is charged."""
+        self.outbox.release(job.door, job.name)
+        self.forget(job)
+
+    def forget(self, job: Job) -> None:
+        self.runs.abort(job)
+        self.queue.remove(job.name)
+        self.trials.remove(job, cleared=True)
+        self.deadlines.remove(job.name)
+        job.move(JobState.ENDED)
+        del self.jobs[job.name]
+
+
+def _facts(event: Done | Failed) -> dict[str, object]:
+    """What the canonical line of a job says about it; never its text."""
+    if isinstance(event, Failed):
+        return {"output_tokens": event.seq, "error": event.error.message, "dead": event.dead}
+    usage = event.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "queue_ms": round(usage.queue_ms, 1),
+        "first_token_ms": round(usage.ttft_ms, 1),
+        "total_ms": round(usage.total_ms, 1),
+    }
