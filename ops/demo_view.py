@@ -82,7 +82,8 @@ class _TableView(View):
         longest_s = max(run.total_s for run in runs)
         self.console.print(
             f"{tokens} tokens in {longest_s:.1f} s: {tokens / longest_s:.0f} tok/s together. "
-            f"The worker drained and stopped; {total_s:.1f} s in all."
+            f"The worker drained and stopped; {total_s:.1f} s in all.",
+            soft_wrap=True,
         )
 
 
