@@ -31,6 +31,7 @@ from tokenbus.keys import Keys
 
 VOCAB = 512
 LEASE_MS = 1_500
+SLOW = FakeModel(vocab_size=VOCAB, step_ms=40.0)  # still at work when a second worker is up
 
 
 @dataclass
@@ -138,7 +139,7 @@ async def test_a_killed_engine_is_a_pause_and_no_new_attempt(site: Site) -> None
 
 
 async def test_a_killed_broker_leaves_its_jobs_to_another_worker(site: Site) -> None:
-    first = await site.worker()
+    first = await site.worker(SLOW)
     jobs = site.submit(10, 120)
     await until(lambda: all(site.ids(job) for job in jobs), 20)
     await kill_broker(first)
@@ -151,8 +152,8 @@ async def test_a_killed_broker_leaves_its_jobs_to_another_worker(site: Site) -> 
 
 
 async def test_sigterm_hands_running_jobs_over_within_a_second(site: Site) -> None:
-    first = await site.worker(drain_ms=300)
-    jobs = site.submit(5, 400)
+    first = await site.worker(SLOW, drain_ms=300)
+    jobs = site.submit(5, 300)
     await until(lambda: all(site.ids(job) for job in jobs), 20)
     await site.worker()
     assert first.broker is not None
@@ -162,7 +163,7 @@ async def test_sigterm_hands_running_jobs_over_within_a_second(site: Site) -> No
     assert time.monotonic() - sent_at < 0.3 + 1.0 + 0.5  # drain, hand-over, a busy box
     assert await first.broker.wait() == 0
     await until(lambda: all(map(site.is_over, jobs)), 30)
-    site.audit(jobs, 400)
+    site.audit(jobs, 300)
     hashes = [site.client.hgetall(site.keys.job(job)) for job in jobs]
     assert {fields["crashes"] for fields in hashes} == {"0"}
 
@@ -187,15 +188,15 @@ async def test_a_job_that_kills_engines_is_alone_in_the_dead_stream(site: Site) 
 
 
 async def test_a_hung_engine_loses_its_jobs_to_another_worker(site: Site) -> None:
-    hung = await site.worker()
-    jobs = site.submit(4, 800)
+    hung = await site.worker(SLOW)
+    jobs = site.submit(4, 300)
     await until(lambda: all(site.ids(job) for job in jobs), 20)
     await site.worker()
     assert hung.engine is not None
     os.kill(hung.engine.pid, signal.SIGSTOP)
     try:
         await until(lambda: all(map(site.is_over, jobs)), 30)
-        site.audit(jobs, 800)
+        site.audit(jobs, 300)
         assert {site.started(job) for job in jobs} == {2}
     finally:
         os.kill(hung.engine.pid, signal.SIGCONT)
