@@ -80,6 +80,9 @@ def build(config: EngineConfig, progress: Progress) -> Runner:
         return build_fake_runner(config)
     if not config.model_path:
         raise ConfigError("model_path", config.model_path, "set it to a directory or .gguf file")
+    from engine.threads import set_thread_waiting
+
+    set_thread_waiting()
     from engine.build import build_runner
 
     return build_runner(config, lambda p: progress("weights", p.done_bytes, p.total_bytes))

@@ -49,9 +49,7 @@ def test_chunks_and_decode_steps_give_the_reference_logits(family: str, tmp_path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixed_batch_generates_what_the_reference_generates(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_mixed_batch_generates_what_the_reference_generates(family: str, tmp_path: Path) -> None:
     reference = save_tiny(family, tmp_path)
     prompts = [PROMPT[:length] for length in (1, 2, 9, 17, 40)]
     expected = []
