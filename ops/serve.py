@@ -99,6 +99,7 @@ class Worker:
         self.redis = redis
         self.as_json = as_json
         self._bar = LoadBar()
+        self._pids: dict[str, int] = {}  # as last announced
         if redis is not None:
             self.redis_url = redis.url
         elif settings.redis_mode == "url":
@@ -178,10 +179,11 @@ class Worker:
         said = asdict(announcement) | {"redis": public_url(announcement.redis)}
         log.info("worker.ready", **said)
         if self.as_json:
-            name = "ready" if event.is_first else "restarted"
-            print(json.dumps({"event": name, **said}), flush=True)
+            is_new = not self._pids or self._pids == announcement.pids
+            print(json.dumps({"event": "ready" if is_new else "restarted", **said}), flush=True)
         elif event.is_first:
             print(ready_line(announcement), flush=True)
+        self._pids = announcement.pids
 
     def _announcement(self, event: Ready) -> worker_files.Announcement:
         return worker_files.Announcement(

@@ -74,6 +74,12 @@ class Settings(BaseSettings):
     drain_s: float = Field(
         default=30.0, ge=0, le=3600, description="time running jobs get on shutdown"
     )
+    engine_hang_ms: int = Field(
+        default=60_000, ge=1_000, description="an engine that is silent this long is killed"
+    )
+    ring_bytes: int = Field(
+        default=16 << 20, ge=1 << 16, description="size of each ring between broker and engine"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="log level"
     )
@@ -246,7 +252,9 @@ def broker_config(
         model_path=str(model.path),
         model_name=model.name,
         link_path=str(link_path),
+        ring_bytes=settings.ring_bytes,
         drain_ms=round(settings.drain_s * 1000),
+        engine_hang_ms=settings.engine_hang_ms,
         redis=redis,
         zmq=zmq,
         limits=QueueConfig(**settings.limits.model_dump()),

@@ -216,6 +216,8 @@ class Supervisor(Actor):
         slot = self._slots[message.name]
         slot.child = None
         how = describe_exit(message.returncode)
+        if message.name == "broker" and message.returncode == 0 and self._state is State.RUNNING:
+            self._on_stop("drained over the bus")  # it ends with 0 after a drain only
         if self._state is State.RUNNING or (
             self._state is State.DRAINING and message.name == "engine" and message.returncode != 0
         ):

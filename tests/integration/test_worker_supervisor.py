@@ -133,6 +133,15 @@ async def test_a_broker_that_does_not_stop_in_time_is_killed(
     assert not is_running(ready.pids["broker"])
 
 
+async def test_a_broker_that_drained_by_itself_ends_the_worker(harnesses: list[Harness]) -> None:
+    """A drain can be asked for over the bus; the broker then ends with code 0."""
+    harness = Harness(spec("broker", BROKER), spec("engine", ENGINE))
+    harnesses.append(harness)
+    ready = await harness.ready()
+    os.kill(ready.pids["broker"], signal.SIGTERM)
+    assert await harness.result() is ExitCode.OK
+
+
 async def test_a_second_stop_does_not_wait_for_the_drain(harnesses: list[Harness]) -> None:
     harness = Harness(spec("broker", STUBBORN_BROKER), spec("engine", ENGINE), drain_s=600)
     harnesses.append(harness)

@@ -145,6 +145,22 @@ def test_sections_have_the_fields_and_defaults_of_the_configurations(
     assert section().model_dump() == expected
 
 
+def test_every_default_of_the_broker_can_be_set() -> None:
+    """What the broker's configuration has a default for has the same one here."""
+    broker = broker_config(
+        load({"redis": "none", "zmq": "none"}),
+        MODEL,
+        worker="w",
+        link_path=Path("/l"),
+        redis_url="",
+    )
+    defaults = {f.name: f.default for f in fields(BrokerConfig) if f.default is not MISSING}
+    assert {name: getattr(broker, name) for name in defaults} == defaults
+    flags = {"ring_bytes": 1 << 20, "engine_hang_ms": 2000, "drain_s": 3}
+    changed = broker_config(load(flags), MODEL, worker="w", link_path=Path("/l"), redis_url="")
+    assert (changed.ring_bytes, changed.engine_hang_ms, changed.drain_ms) == (1 << 20, 2000, 3000)
+
+
 def test_every_setting_says_what_it_is() -> None:
     sections = (StreamsSettings, GatewaySettings, LimitsSettings, EngineSettings, FakeSettings)
     undescribed = [
