@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 
 from tokenbus.request import JobRequest
@@ -15,13 +14,13 @@ def digest_of(request: JobRequest) -> bytes:
     head = (
         request.prompt,
         request.messages,
-        repr(request.params),
+        request.params,
         request.priority,
         request.tenant,
         request.idempotency_key,
         request.model,
         request.durable,
     )
-    digest.update(json.dumps(head, sort_keys=True).encode())
+    digest.update(repr(head).encode())
     digest.update(array("i", request.input_ids or ()).tobytes())
     return digest.digest()

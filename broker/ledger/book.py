@@ -98,7 +98,7 @@ class Book:
 
     def end(self, job: Job, event: Done | Failed) -> None:
         """The one terminal event of a job."""
-        if job.launched_ns:
+        if job.launched_ns and len(self.queue):
             self.queue.refund(job.ticket(), job.prepared.max_tokens - len(job.ids))
         self.outbox.add(job.door, event)
         self.forget(job)
