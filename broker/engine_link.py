@@ -114,7 +114,7 @@ class EngineLink(Actor):
         try:
             self._write(Kind.SUBMIT, encode_submit(message.run))
         except RecordTooLarge as error:
-            reject = Reject(message.run.rid, "too_long", "prompt", f"prompt: {error}")
+            reject = Reject(message.run.rid, "too_long", "prompt_ids", f"prompt: {error}")
             self._tell_ledger(RunRejected(reject))
 
     def _write(self, kind: Kind, payload: bytes) -> None:
