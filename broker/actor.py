@@ -29,6 +29,7 @@ non-zero exit, because a ledger without its doors is worth nothing. The supervis
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from enum import Enum
@@ -40,8 +41,9 @@ log = structlog.get_logger("broker.actor")
 
 T = TypeVar("T")
 
-# After so many the loop gets a turn, so that sockets and other actors are served.
+# After so many messages, or so long, the loop gets a turn: sockets and other actors are served.
 BURST_MESSAGES = 1024
+BURST_S = 0.004
 
 
 class Overflow(Enum):
@@ -261,7 +263,10 @@ class Actor:
         mailbox, handle = self._mailbox, self.handle
         message: object = None
         try:
-            for _ in range(min(len(mailbox), BURST_MESSAGES)):
+            end_s = time.monotonic() + BURST_S
+            for count in range(min(len(mailbox), BURST_MESSAGES)):
+                if not count & 7 and time.monotonic() > end_s:
+                    break
                 message = mailbox.popleft()
                 handle(message)
             self.after_burst()

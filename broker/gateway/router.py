@@ -18,7 +18,7 @@ import zmq
 from broker.config import ZmqConfig
 from broker.gateway.security import Curve, ZapHandler
 
-BURST_MESSAGES = 256  # then the loop gets a turn
+BURST_MESSAGES = 64  # then the loop gets a turn
 HARD_CAP_FACTOR = 4  # libzmq cuts the connection without a word above this many max_frame_bytes
 HIGH_WATER_MESSAGES = 1_000
 LINGER_MS = 2_000

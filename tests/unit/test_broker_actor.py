@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
-from broker.actor import BURST_MESSAGES, Actor, ActorSystem, Overflow
+from broker.actor import BURST_MESSAGES, BURST_S, Actor, ActorSystem, Overflow
 
 
 class Recorder(Actor):
@@ -126,3 +127,20 @@ async def test_actors_stop_in_reverse_order_of_their_start() -> None:
     system.start()
     await system.stop()
     assert order == ["start a", "start b", "stop b", "stop a"]
+
+
+async def test_slow_messages_give_the_loop_a_turn_after_a_few() -> None:
+    class Slow(Recorder):
+        def handle(self, message: object) -> None:
+            time.sleep(BURST_S / 4)
+            super().handle(message)
+
+    actor = Slow(ActorSystem(asyncio.get_running_loop()))
+    for i in range(40):
+        actor.tell(i)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert 0 < len(actor.seen) <= 16
+    while len(actor.seen) < 40:
+        await asyncio.sleep(0)
+    assert actor.seen == list(range(40))
