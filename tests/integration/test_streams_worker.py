@@ -54,7 +54,9 @@ class Site:
         worker.config = replace(
             worker.config, worker=f"w{self.num_workers}", zmq=None, redis=settings
         )
-        return await self.stack.enter_async_context(running(worker))
+        await self.stack.enter_async_context(running(worker))
+        self.stack.callback(end_engine, worker)
+        return worker
 
     def submit(self, count: int, max_tokens: int, prompt: str = "hello") -> list[str]:
         """Jobs with prompts that differ."""
@@ -112,6 +114,14 @@ async def site() -> AsyncIterator[Site]:
         yield Site(server, client, stack, Keys("default"))
     client.close()
     server.close()
+
+
+def end_engine(worker: Worker) -> None:
+    """An engine whose broker was killed waits for another one: nobody else would end it."""
+    assert worker.broker is not None
+    assert worker.engine is not None
+    if worker.broker.returncode is not None and worker.engine.returncode is None:
+        worker.engine.terminate()
 
 
 async def kill_broker(worker: Worker) -> None:
