@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.kit.audit import AuditError, EventAuditor, RedisAuditor, Seen, audit_job, crc_of
+from ops.bench.chaos_audit import AuditError, EventAuditor, RedisAuditor, Seen, audit_job, crc_of
 from tests.redis_servers import RedisServer
 from tokenbus.errors import Busy
 from tokenbus.events import Done, Failed, Started, Tokens, Usage

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from tests.chaos.kit.framing import Framer, RawFramer, RespFramer, ZmtpFramer
-from tests.chaos.kit.proxy import TcpProxy
+from ops.bench.chaos_framing import Framer, RawFramer, RespFramer, ZmtpFramer
+from ops.bench.chaos_proxy import TcpProxy
 
 
 class EchoHandler(socketserver.BaseRequestHandler):

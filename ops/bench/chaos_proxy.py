@@ -1,4 +1,4 @@
-"""A TCP proxy under a test's control: delay, stall, swallow or cut, either direction, any frame.
+"""A TCP proxy under control: delay, stall, swallow or cut, either direction, any frame.
 
 It runs on an event loop in a thread of its own, so synchronous and asynchronous tests drive it
 alike, and every control method returns when the fault is in force.
@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from tests.chaos.kit.framing import Framer, RawFramer
+from ops.bench.chaos_framing import Framer, RawFramer
 
 MAX_HELD_FRAMES = 4096
 
