@@ -19,6 +19,14 @@ COMPILERS = 14
 """Processes that fill Triton's compile cache before a sweep."""
 
 
+SWEEPS = (
+    ("bench.sweep_prefill", ("case",), 3, "20"),
+    ("bench.sweep_decode", ("case",), 4, "40"),
+    ("bench.sweep_gemm", ("layer", "m"), 2, "60"),
+)
+"""Module, fields that name a case in its lines, lines printed per case, seconds it may take."""
+
+
 def run(log: Path, *command: str, limit_s: float = 240.0) -> int:
     """Run a command with its output in a file; returns its exit code, -1 when it ran out of time."""
     environment = os.environ | {"PYTHONPATH": ".", "PYTHONUNBUFFERED": "1"}
@@ -99,6 +107,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", default="tests,sweep,bench")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the benchmark")
+    parser.add_argument("--sweeps", default="", help="decode, prefill, gemm; default all")
     parser.add_argument("--tests", default="test_kernels_*.py", help="which files")
     parser.add_argument("--groups", default="")
     args = parser.parse_args()
@@ -110,11 +119,9 @@ def main() -> int:
         is_good = tests(args.out, args.tests)
         print(f"[{time.monotonic() - began:.0f} s] tests {'passed' if is_good else 'FAILED'}")
     if "sweep" in steps:
-        for module, keys, count, seconds in (
-            ("bench.sweep_prefill", ("case",), 3, "20"),
-            ("bench.sweep_decode", ("case",), 4, "40"),
-            ("bench.sweep_gemm", ("layer", "m"), 2, "60"),
-        ):
+        for module, keys, count, seconds in SWEEPS:
+            if args.sweeps and module.removeprefix("bench.sweep_") not in args.sweeps.split(","):
+                continue
             compile_all(module, args.out)
             print(f"[{time.monotonic() - began:.0f} s] compiled {module}")
             log = args.out / f"{module}.jsonl"

@@ -17,15 +17,11 @@ from ops.bench import kernel_cases as cases
 
 TILES = [
     DecodeTile(64, 2, 2, 4),
-    DecodeTile(64, 2, 2, 3),
-    DecodeTile(64, 4, 2, 2),
+    DecodeTile(64, 4, 2, 3),
+    DecodeTile(64, 4, 2, 4, 128),
+    DecodeTile(64, 4, 3, 3, 168),
     DecodeTile(128, 4, 2, 2),
-    DecodeTile(32, 2, 2, 6),
-    DecodeTile(32, 1, 2, 8),
-    DecodeTile(32, 2, 3, 6),
-    DecodeTile(64, 1, 2, 4),
-    DecodeTile(64, 2, 3, 4),
-    DecodeTile(128, 2, 2, 3),
+    DecodeTile(128, 4, 2, 3, 168),
 ]
 NAMES = [
     "32x8.b32.kv4096",

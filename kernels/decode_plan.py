@@ -1,11 +1,10 @@
 """The work list of decode attention, built on the device once per step from the sequence lengths.
 
-The context of a row is cut into tiles of fixed length, tiles into quads and quads into groups, all
-counted from position 0. A row's result is always the same nested fold: tiles into quads, quads into
-groups, groups into the row, in order. What varies with the load is only how much of that fold one
-work item does: a tile (few rows: use every multiprocessor), a quad, a group, or the whole row (many
-rows: no partial results). So the numbers do not depend on the batch, and the choice is made here,
-on the device, where the lengths are.
+The context of a row is cut into tiles of fixed length and tiles into groups, both counted from
+position 0. A row's result is always the same nested fold: tiles into groups, groups into the row, in
+order. What varies with the load is only how much of that fold one work item does: a tile (few rows:
+use every multiprocessor), a group, or the whole row (many rows: no partial results). So the numbers
+do not depend on the batch, and the choice is made here, on the device, where the lengths are.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import triton.language as tl
 
 from kernels.pdl import pdl_begin, pdl_options
 
-QUAD_TILES = 4
-"""Tiles in one quad of the fold. Part of the numerics: changing it changes low bits."""
 GROUP_TILES = 16
-"""Tiles in one group of the fold, a multiple of QUAD_TILES; likewise part of the numerics."""
+"""Tiles in one group of the fold. Part of the numerics: changing it changes low bits."""
 
 NUM_COUNTS = 4
 """int32 fields of DecodePlan.counts: number of items, then three unused to keep the row 16 bytes wide."""
@@ -73,12 +70,12 @@ def _items_of(begins, ends, tiles, PER_ITEM: tl.constexpr):
 def _cost(items, share, longest, num_kv_heads, num_programs, max_slots, PER_ITEM: tl.constexpr):
     """Estimated time of a step in tiles: the even share, a toll per round of items, and the last fold.
 
-    The tolls (0.6 tiles an item, 0.03 a partial result) were fitted to H200 timings at 64-token tiles.
+    The tolls (0.2 tiles an item, 0.03 a partial result) were fitted to H200 timings at 64-token tiles.
     """
     total = tl.sum(items, axis=0)
     rounds = (total * num_kv_heads + num_programs - 1) // num_programs
     length = tl.maximum(share, tl.minimum(longest, PER_ITEM).to(tl.float32))
-    cost = length + 0.6 * rounds + 0.5 + 0.03 * tl.max(items, axis=0)
+    cost = length + 0.2 * rounds + 0.5 + 0.03 * tl.max(items, axis=0)
     return tl.where(total <= max_slots, cost, 1e30)
 
 
@@ -94,7 +91,6 @@ def _plan_kernel(
     max_slots,
     window,
     TILE: tl.constexpr,
-    QUAD: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
@@ -113,15 +109,6 @@ def _plan_kernel(
     by_tile = _cost(
         _items_of(begins, ends, tiles, 1), share, longest, num_kv_heads, num_programs, max_slots, 1
     )
-    by_quad = _cost(
-        _items_of(begins, ends, tiles, QUAD),
-        share,
-        longest,
-        num_kv_heads,
-        num_programs,
-        max_slots,
-        QUAD,
-    )
     by_group = _cost(
         _items_of(begins, ends, tiles, GROUP),
         share,
@@ -133,14 +120,12 @@ def _plan_kernel(
     )
     row_rounds = (live_rows * num_kv_heads + num_programs - 1) // num_programs
     by_row = (row_rounds * longest).to(tl.float32)
-    best = tl.minimum(tl.minimum(by_tile, by_quad), tl.minimum(by_group, by_row))
+    best = tl.minimum(tl.minimum(by_tile, by_group), by_row)
     per_item = 1 << 20  # more tiles than any row has
     if best < by_row:
         per_item = GROUP
         if by_tile <= best:
             per_item = 1
-        elif by_quad <= best:
-            per_item = QUAD
     counts = tl.where(tiles > 0, (ends + per_item - 1) // per_item - begins // per_item, 0)
     # Full-size items come first, each row's last one after all of them: short items fill the tail.
     heads = tl.maximum(counts - 1, 0)
@@ -199,7 +184,6 @@ def plan_decode(
         plan.max_slots,
         window,
         TILE=plan.tile_tokens,
-        QUAD=QUAD_TILES,
         GROUP=GROUP_TILES,
         BLOCK_B=block,
         num_warps=1 if block <= 64 else 4,

@@ -12,19 +12,21 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """Decode attention: tokens per tile (part of the numerics), warps, pipeline stages, programs per processor."""
+    """Decode attention: tokens per tile (part of the numerics), warps, pipeline stages, programs per processor,
+    registers per thread (0: as the compiler likes)."""
 
     tile_tokens: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    max_registers: int = 0
 
 
 _DECODE_TILES: dict[tuple[int, int], DecodeTile] = {
     # (head_dim, element bytes)
-    (64, 2): DecodeTile(128, 4, 2, 4),
+    (64, 2): DecodeTile(128, 4, 2, 2),
     (96, 2): DecodeTile(64, 4, 2, 4),
-    (128, 2): DecodeTile(64, 4, 3, 4),
+    (128, 2): DecodeTile(128, 4, 2, 2),
     (256, 2): DecodeTile(32, 4, 2, 2),
     (64, 4): DecodeTile(64, 4, 2, 2),
     (96, 4): DecodeTile(32, 4, 2, 2),
@@ -51,9 +53,9 @@ class PrefillTile:
 
 
 _PREFILL_TILES: dict[tuple[int, int], PrefillTile] = {
-    (64, 2): PrefillTile(128, 64, 4, 3),
+    (64, 2): PrefillTile(128, 64, 8, 2),
     (96, 2): PrefillTile(128, 64, 8, 2),
-    (128, 2): PrefillTile(128, 64, 8, 3),
+    (128, 2): PrefillTile(128, 64, 4, 2),
     (256, 2): PrefillTile(64, 32, 4, 2),
 }
 
@@ -75,17 +77,22 @@ class GemvTile:
 
 
 _GEMV_TILES: dict[tuple[int, int], GemvTile] = {
-    # (N, K)
-    (4096, 1024): GemvTile(2, 512, 2),
-    (1024, 2048): GemvTile(2, 2048, 8),
-    (6144, 1024): GemvTile(2, 1024, 1),
-    (1024, 3072): GemvTile(2, 4096, 4),
-    (6144, 4096): GemvTile(2, 1024, 4),
-    (4096, 4096): GemvTile(2, 2048, 2),
-    (24576, 4096): GemvTile(2, 2048, 2),
-    (4096, 12288): GemvTile(2, 2048, 2),
-    (151936, 1024): GemvTile(8, 1024, 4),
-    (151936, 4096): GemvTile(4, 1024, 4),
+    # (N, K); bench/sweep_gemm.py on one H200, bf16, fused as in the model, dependent launches
+    (576, 576): GemvTile(2, 1024, 1),  # 1.15 us, 0.58 TB/s
+    (960, 576): GemvTile(2, 1024, 1),  # 1.52 us, 0.73 TB/s
+    (576, 1536): GemvTile(2, 2048, 2),  # 1.63 us, 1.09 TB/s
+    (1536, 576): GemvTile(2, 1024, 4),  # 2.38 us, 1.49 TB/s
+    (1024, 2048): GemvTile(2, 2048, 1),  # 2.41 us, 1.74 TB/s
+    (1024, 3072): GemvTile(2, 1024, 1),  # 3.29 us, 1.91 TB/s
+    (3072, 1024): GemvTile(2, 1024, 1),  # 4.18 us, 3.01 TB/s
+    (4096, 1024): GemvTile(4, 1024, 4),  # 3.41 us, 2.46 TB/s
+    (4096, 4096): GemvTile(2, 512, 1),  # 9.48 us, 3.54 TB/s
+    (6144, 4096): GemvTile(2, 4096, 4),  # 14.36 us, 3.51 TB/s
+    (49152, 576): GemvTile(8, 1024, 4),  # 17.57 us, 3.22 TB/s
+    (4096, 12288): GemvTile(2, 2048, 1),  # 25.38 us, 3.97 TB/s
+    (12288, 4096): GemvTile(2, 1024, 2),  # 45.71 us, 4.4 TB/s
+    (151936, 1024): GemvTile(4, 1024, 4),  # 71.1 us, 4.38 TB/s
+    (151936, 4096): GemvTile(4, 2048, 8),  # 315.49 us, 3.95 TB/s
 }
 
 
@@ -111,15 +118,52 @@ class SmallGemmTile:
 
 
 _SMALL_GEMM_TILES: dict[tuple[int, int, int], SmallGemmTile] = {
-    # (M bucket, N, K)
-    (16, 4096, 1024): SmallGemmTile(16, 256, 1, 2, 4),
-    (16, 1024, 2048): SmallGemmTile(16, 256, 4, 2, 4),
-    (16, 6144, 1024): SmallGemmTile(32, 128, 1, 4, 6),
-    (16, 1024, 3072): SmallGemmTile(16, 256, 4, 2, 4),
-    (16, 4096, 4096): SmallGemmTile(32, 256, 1, 2, 6),
-    (64, 4096, 1024): SmallGemmTile(32, 128, 1, 4, 4),
-    (64, 1024, 3072): SmallGemmTile(16, 128, 2, 4, 6),
-    (64, 6144, 4096): SmallGemmTile(64, 128, 1, 4, 6),
+    # (M bucket, N, K); bench/sweep_gemm.py on one H200, bf16, fused as in the model, at M = 8, 32, 64
+    (16, 576, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.52 us, 0.26 TB/s
+    (32, 576, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.85 us, 0.23 TB/s
+    (64, 576, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.8 us, 0.24 TB/s
+    (16, 960, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.48 us, 0.45 TB/s
+    (32, 960, 576): SmallGemmTile(32, 128, 1, 4, 5),  # 3.28 us, 0.34 TB/s
+    (64, 960, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.6 us, 0.43 TB/s
+    (16, 576, 1536): SmallGemmTile(32, 256, 2, 4, 4),  # 3.79 us, 0.47 TB/s
+    (32, 576, 1536): SmallGemmTile(16, 128, 1, 4, 6),  # 4.24 us, 0.42 TB/s
+    (64, 576, 1536): SmallGemmTile(16, 128, 2, 4, 6),  # 4.0 us, 0.44 TB/s
+    (16, 1536, 576): SmallGemmTile(32, 128, 1, 4, 4),  # 3.72 us, 0.95 TB/s
+    (32, 1536, 576): SmallGemmTile(32, 128, 1, 4, 3),  # 4.76 us, 0.74 TB/s
+    (64, 1536, 576): SmallGemmTile(64, 64, 1, 4, 4),  # 4.62 us, 0.77 TB/s
+    (16, 1024, 2048): SmallGemmTile(16, 256, 4, 2, 4),  # 4.65 us, 0.9 TB/s
+    (32, 1024, 2048): SmallGemmTile(16, 128, 4, 4, 6),  # 5.47 us, 0.77 TB/s
+    (64, 1024, 2048): SmallGemmTile(16, 128, 2, 4, 6),  # 4.56 us, 0.92 TB/s
+    (16, 1024, 3072): SmallGemmTile(16, 256, 4, 2, 4),  # 5.04 us, 1.25 TB/s
+    (32, 1024, 3072): SmallGemmTile(16, 128, 4, 4, 6),  # 6.35 us, 0.99 TB/s
+    (64, 1024, 3072): SmallGemmTile(16, 128, 2, 4, 6),  # 5.28 us, 1.19 TB/s
+    (16, 3072, 1024): SmallGemmTile(32, 128, 1, 4, 4),  # 6.56 us, 1.92 TB/s
+    (32, 3072, 1024): SmallGemmTile(32, 128, 1, 4, 3),  # 9.76 us, 1.29 TB/s
+    (64, 3072, 1024): SmallGemmTile(16, 128, 1, 4, 4),  # 6.48 us, 1.94 TB/s
+    (16, 4096, 1024): SmallGemmTile(16, 256, 1, 2, 4),  # 4.77 us, 1.76 TB/s
+    (32, 4096, 1024): SmallGemmTile(16, 128, 1, 4, 6),  # 6.08 us, 1.38 TB/s
+    (64, 4096, 1024): SmallGemmTile(64, 128, 1, 4, 4),  # 4.65 us, 1.81 TB/s
+    (16, 4096, 4096): SmallGemmTile(16, 256, 2, 2, 4),  # 11.76 us, 2.85 TB/s
+    (32, 4096, 4096): SmallGemmTile(32, 128, 2, 4, 5),  # 14.03 us, 2.39 TB/s
+    (64, 4096, 4096): SmallGemmTile(64, 128, 2, 4, 4),  # 12.19 us, 2.75 TB/s
+    (16, 6144, 4096): SmallGemmTile(16, 256, 1, 2, 4),  # 15.73 us, 3.2 TB/s
+    (32, 6144, 4096): SmallGemmTile(32, 128, 2, 4, 5),  # 17.1 us, 2.94 TB/s
+    (64, 6144, 4096): SmallGemmTile(64, 128, 1, 4, 4),  # 16.62 us, 3.03 TB/s
+    (16, 49152, 576): SmallGemmTile(128, 64, 1, 4, 5),  # 15.55 us, 3.64 TB/s
+    (32, 49152, 576): SmallGemmTile(128, 64, 1, 4, 5),  # 18.97 us, 2.98 TB/s
+    (64, 49152, 576): SmallGemmTile(64, 64, 1, 4, 6),  # 18.95 us, 2.99 TB/s
+    (16, 4096, 12288): SmallGemmTile(16, 256, 2, 2, 4),  # 28.22 us, 3.57 TB/s
+    (32, 4096, 12288): SmallGemmTile(16, 256, 2, 4, 3),  # 32.87 us, 3.06 TB/s
+    (64, 4096, 12288): SmallGemmTile(64, 128, 2, 4, 4),  # 29.85 us, 3.37 TB/s
+    (16, 12288, 4096): SmallGemmTile(32, 128, 1, 4, 4),  # 48.5 us, 4.15 TB/s
+    (32, 12288, 4096): SmallGemmTile(32, 128, 1, 4, 3),  # 60.37 us, 3.33 TB/s
+    (64, 12288, 4096): SmallGemmTile(32, 128, 1, 4, 2),  # 53.39 us, 3.77 TB/s
+    (16, 151936, 1024): SmallGemmTile(64, 128, 1, 4, 5),  # 74.8 us, 4.16 TB/s
+    (32, 151936, 1024): SmallGemmTile(128, 128, 1, 4, 3),  # 79.42 us, 3.92 TB/s
+    (64, 151936, 1024): SmallGemmTile(64, 64, 1, 4, 6),  # 82.85 us, 3.76 TB/s
+    (16, 151936, 4096): SmallGemmTile(64, 128, 1, 4, 5),  # 282.76 us, 4.4 TB/s
+    (32, 151936, 4096): SmallGemmTile(64, 128, 1, 4, 4),  # 294.9 us, 4.22 TB/s
+    (64, 151936, 4096): SmallGemmTile(128, 64, 1, 8, 5),  # 305.15 us, 4.08 TB/s
 }
 
 

@@ -26,7 +26,8 @@ def decode_with_table_tile(q, caches, rows, seq_lens, num_programs):
     out = poisoned(*q.shape, dtype=q.dtype)
     for _ in range(3):  # a race shows as a difference between repeats
         again = poisoned(*q.shape, dtype=q.dtype)
-        plan_decode(plan, seq_lens, num_kv_heads, pdl=True)
+        plan_decode(plan, seq_lens, num_kv_heads)
+        again.fill_(float("nan"))  # the launch that must lie between plan and attention
         scale = q.shape[2] ** -0.5
         paged_decode(again, q, *caches, rows, seq_lens, plan, workspace, scale, pdl=True)
         assert out.isnan().all() or torch.equal(out, again)
@@ -115,8 +116,10 @@ def test_a_chain_with_dependent_launches_replays_to_the_same_numbers(m) -> None:
         chain()
     expected = start.double()
     for up, down in weights:
-        up_out = small_linear_ref(expected, up, norm_weight=norm, eps=1e-6, dtype=torch.float64)
-        expected = small_linear_ref(up_out, down, residual=expected, dtype=torch.float64)
+        inner_out = small_linear_ref(
+            expected, up, norm_weight=norm, eps=1e-6, glu=True, dtype=torch.float64
+        )
+        expected = small_linear_ref(inner_out, down, residual=expected, dtype=torch.float64)
     graph.replay()
     first = stream.clone()
     assert relative_error(first, expected) < 1.5e-2

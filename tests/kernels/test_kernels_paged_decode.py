@@ -45,7 +45,6 @@ def decode(
     paged_decode(
         out, q, k_cache, v_cache, tables, rows, seq_lens, plan, workspace, scale, window, tile=tile
     )
-    assert not workspace.arrivals.any()
     return out
 
 
