@@ -96,6 +96,11 @@ def nested(assignments: list[str] | None) -> dict[str, Any]:
     return tree
 
 
+def with_assignments(assignments: list[str] | None, **flags: Any) -> dict[str, Any]:
+    """The flags that were given, over what --set says."""
+    return nested(assignments) | {key: value for key, value in flags.items() if value is not None}
+
+
 def client_settings(
     queue: str | None, redis: str | None, zmq: str | None, data_dir: Path | None
 ) -> Settings:

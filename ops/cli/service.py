@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.options import Config, DataDir, Json, Set, nested
+from ops.cli.options import Config, DataDir, Json, Set, with_assignments
 
 if TYPE_CHECKING:
     from ops.models import ResolvedModel
@@ -90,16 +90,17 @@ def serve(
     from ops.cli.model import resolve_with_bar
     from ops.serve import serve as run
 
-    flags = nested(assignments) | {
-        "model": model,
-        "queue": queue,
-        "redis": redis,
-        "zmq": zmq,
-        "data_dir": data_dir,
-        "device": device,
-        "drain_s": drain_s,
-        "log_level": log_level,
-    }
+    flags = with_assignments(
+        assignments,
+        model=model,
+        queue=queue,
+        redis=redis,
+        zmq=zmq,
+        data_dir=data_dir,
+        device=device,
+        drain_s=drain_s,
+        log_level=log_level,
+    )
     raise SystemExit(run(_load(flags, config), resolve_with_bar, as_json=as_json))
 
 
@@ -118,8 +119,8 @@ def broker(
     """
     from ops.serve import run_broker
 
-    flags = {"model": model, "queue": queue, "redis": redis, "zmq": zmq}
-    settings = _load(nested(assignments) | flags, config)
+    flags = with_assignments(assignments, model=model, queue=queue, redis=redis, zmq=zmq)
+    settings = _load(flags, config)
     raise SystemExit(run_broker(settings, _resolve(settings), link))
 
 
@@ -136,7 +137,7 @@ def engine(
     """
     from ops.serve import run_engine
 
-    settings = _load(nested(assignments) | {"model": model, "device": device}, config)
+    settings = _load(with_assignments(assignments, model=model, device=device), config)
     raise SystemExit(run_engine(settings, _resolve(settings), link))
 
 

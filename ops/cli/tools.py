@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ops.cli.options import Config, Json, Set, nested
+from ops.cli.options import Config, Json, Set, with_assignments
 from ops.cli.output import print_json
 from ops.exit_codes import ExitCode
 
@@ -34,8 +34,8 @@ def doctor(
     from ops.doctor import Level, examine
     from ops.settings import load
 
-    flags = {"model": model, "redis": redis, "zmq": zmq, "data_dir": data_dir}
-    findings = examine(load(nested(assignments) | flags, config))
+    flags = with_assignments(assignments, model=model, redis=redis, zmq=zmq, data_dir=data_dir)
+    findings = examine(load(flags, config))
     is_sound = all(finding.level is not Level.BAD for finding in findings)
     if as_json:
         print_json({"ok": is_sound, "findings": [asdict(finding) for finding in findings]})

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ops.cli.app import app
-from ops.cli.options import nested
+from ops.cli.options import nested, with_assignments
 from ops.exit_codes import MEANINGS, CommandError, ExitCode
 from ops.keyfiles import generate
 
@@ -95,6 +95,11 @@ def test_no_worker_and_no_redis_is_said_in_words(tmp_path: Path) -> None:
 def test_assignments_become_a_tree() -> None:
     tree = nested(["engine.dtype=float32", "engine.num_threads=2", "queue=a=b"])
     assert tree == {"engine": {"dtype": "float32", "num_threads": "2"}, "queue": "a=b"}
+
+
+def test_a_flag_beats_an_assignment_and_an_absent_flag_does_not() -> None:
+    tree = with_assignments(["device=cuda", "queue=a"], device=None, queue="b")
+    assert tree == {"device": "cuda", "queue": "b"}
 
 
 @pytest.mark.parametrize("text", ["engine", "=3", "engine.=3", ".x=1"])
