@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgpack  # type: ignore[import-untyped]
+
 from ops.exit_codes import CommandError, ExitCode
 from tokenbus.keys import Keys
+from tokenbus.protocol import unpack_map
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -97,9 +100,19 @@ def requeue(redis: Redis, queue: str, letter: DeadLetter) -> str:
     fields: dict[Any, Any] = dict(letter.request)
     fields.pop(b"idempotency_key", None)  # it stands for the job that ended
     fields[b"job"] = job
+    if b"body" in fields:
+        fields[b"body"] = _renamed(fields[b"body"], job)
     stream = letter.stream if letter.stream.startswith(keys.jobs()) else keys.jobs()
     with redis.pipeline(transaction=True) as pipe:
         pipe.xadd(stream, fields)
         pipe.xdel(keys.dead, letter.entry)
         pipe.execute()
     return job
+
+
+def _renamed(body: bytes, job: str) -> bytes:
+    """The msgpack map of a request under another job id, without its idempotency key."""
+    values = {**unpack_map(body), "job": job}
+    values.pop("idempotency_key", None)
+    packed: bytes = msgpack.packb(values)
+    return packed

@@ -7,15 +7,17 @@ import json
 import time
 from collections.abc import AsyncIterator
 
+import msgpack
 import pytest
 
 from broker.streams.address import parse_redis_url
 from broker.streams.admin import queue_status
 from broker.streams.lane import Lane
 from broker.streams.scripts import SOURCES
+from ops import dead_letters
 from tests.redis_servers import RedisServer
 from tests.streams_kit import Bus, open_bus, text_of, until
-from tokenbus.errors import Busy, EngineLost, TooLong
+from tokenbus.errors import Busy, EngineLost, Poisoned, TooLong
 from tokenbus.keys import GROUP
 
 
@@ -337,3 +339,28 @@ async def test_large_entries_are_read_a_few_at_a_time(bus: Bus) -> None:
     taken = await lane.call("EVAL", SOURCES["take"], 3, *streams, GROUP, "w", 100, 0)
     assert len(taken) == 16  # one page, then the limit of bytes
     lane.close()
+
+
+@pytest.mark.parametrize("form", ["fields", "body"])
+async def test_a_dead_job_sent_again_runs_under_a_new_id(bus: Bus, form: str) -> None:
+    worker = await bus.worker()
+    fields: dict[str, object] = {"prompt": "p", "max_tokens": 5, "idempotency_key": "k"}
+    if form == "body":
+        bus.client.xadd(bus.keys.jobs(), {"body": msgpack.packb({**fields, "job": "j"})})
+    else:
+        bus.submit(job="j", **fields)
+    await until(lambda: "j" in worker.ledger.runs)
+    worker.ledger.fail("j", Poisoned("it kills engines"), dead=True)
+    await until(lambda: bus.terminal("j"))
+    with bus.server.client(decode_responses=False) as client:
+        letter = dead_letters.find(client, bus.queue, "j")
+        assert (letter.code, letter.attempts, letter.reason) == ("poisoned", 1, "it kills engines")
+        again = dead_letters.requeue(client, bus.queue, letter)
+    run = await until(lambda: worker.ledger.runs.get(again))
+    assert run.submit.prepared.request.prompt == "p"
+    worker.ledger.step(again, 5)
+    worker.ledger.finish(again)
+    await until(lambda: bus.terminal(again))
+    bus.audit(again)
+    assert bus.client.xlen(bus.keys.dead) == 0
+    bus.audit_queue()
