@@ -208,16 +208,15 @@ def tokens_from_body(body: Body) -> list[Tokens]:
 
 
 def _read_tokens(row: Any) -> Tokens:
-    try:
+    if type(row) is list and len(row) >= 5:
         job, attempt, seq, ids, text = row[:5]
-    except (TypeError, ValueError):
-        raise BadFrame("TOKENS: event is not [job, attempt, seq, ids, text]") from None
-    kinds = (type(job), type(attempt), type(seq), type(ids), type(text))
-    if kinds != (str, int, int, list, str) or not ids or seq < 1 or set(map(type, ids)) != {int}:
-        raise BadFrame("TOKENS: event has a field of a wrong type")
-    if min(ids) < 0 or max(ids) > f.MAX_TOKEN_ID:
-        raise BadFrame("TOKENS: token id out of range")
-    return Tokens(job, attempt, seq, tuple(ids), text)
+        is_placed = type(attempt) is int and type(seq) is int and seq >= 1
+        if type(job) is str and is_placed and type(ids) is list and ids and type(text) is str:
+            for token_id in ids:
+                if type(token_id) is not int or not 0 <= token_id <= f.MAX_TOKEN_ID:
+                    raise BadFrame("TOKENS: a token id is out of range")
+            return Tokens(job, attempt, seq, tuple(ids), text)
+    raise BadFrame("TOKENS: event is not [job, attempt, seq, ids, text]")
 
 
 def done_to_body(done: Done) -> dict[str, Any]:

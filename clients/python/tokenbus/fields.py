@@ -177,6 +177,8 @@ def read_ids_blob(
 
 def pack_ids(ids: tuple[int, ...]) -> bytes:
     """Token ids as little-endian int32."""
+    if len(ids) == 1:  # one token a step is the rule
+        return ids[0].to_bytes(4, "little", signed=True)
     row = array("i", ids)
     if sys.byteorder == "big":
         row.byteswap()

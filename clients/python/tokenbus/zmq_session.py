@@ -25,6 +25,7 @@ from tokenbus.errors import (
 from tokenbus.protocol import Limits, Message, MessageType, decode, encode
 
 LIVENESS = 3  # heartbeats without a sign of life
+_CHECKED_LATER = frozenset({MessageType.TOKENS})
 _INCOMING = Limits(max_body_bytes=16 << 20)  # a worker's message is bounded by our credit
 
 
@@ -118,7 +119,7 @@ class ZmqSession:
     def _on_frames(self, frames: list[bytes]) -> None:
         self._last_heard_s = self._loop.time()
         try:
-            self._on_decoded(decode(frames, _INCOMING))
+            self._on_decoded(decode(frames, _INCOMING, _CHECKED_LATER))
         except Unsupported:
             return  # a message type of a later minor version
         except (BadFrame, VersionMismatch) as error:
