@@ -217,6 +217,7 @@ class GatewayActor(Actor):
 
     def _worker_stats(self) -> dict[str, object]:
         state = self._state
+        engine = state.engine or {}
         return {
             "ready": state.ready,
             "running": state.num_running,
@@ -225,6 +226,8 @@ class GatewayActor(Actor):
             "streams": self._jobs.num_open,
             "events_sent": self._sender.num_events,
             "messages_sent": self._sender.num_messages,
+            "used_blocks": engine.get("used_blocks", 0),
+            "total_blocks": engine.get("total_blocks", 0),
         }
 
     # ------------------------------------------------------------ from text and ledger
