@@ -101,6 +101,7 @@ async def run(config: BrokerConfig, status_fd: int | None) -> None:
     monitor.listening(broker.addresses)
     log.info("broker.listening", **broker.addresses)
     await _until_over(broker, stop_now)
+    monitor.is_stopping = True
     if not broker.system.crashed.done():
         broker.link.tell(ShutdownEngine())
         await asyncio.sleep(FLUSH_S)

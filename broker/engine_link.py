@@ -36,7 +36,7 @@ from broker.link_messages import (
     Steps,
 )
 from broker.messages import Address
-from broker.ring.errors import LinkError, RecordTooLarge, RingCorrupt
+from broker.ring.errors import RecordTooLarge, RingCorrupt, RingError
 from broker.ring.link import BrokerLink, LinkListener
 from broker.ring.records import (
     Kind,
@@ -155,7 +155,7 @@ class EngineLink(Actor):
     def _accept(self) -> None:
         try:
             link = self._listener.accept()
-        except LinkError as error:
+        except RingError as error:
             log.warning("engine.refused", error=str(error))
             return
         if self._link is not None:

@@ -3,10 +3,11 @@
 A plain structure that the ledger owns, so that taking a job out (cancel, deadline) and putting it
 in are one step with the job's state. Knows jobs only as tickets with a cost in tokens.
 
-Within a priority, tenants take turns by deficit round robin: each round gives every waiting tenant
-the same number of tokens to spend, and a job runs when its tenant can pay for it. Between
-priorities the higher goes first, but a lower one that waits earns `low_share` of the tokens that
-pass it by, and goes first when that pays for its next job.
+Within a priority, tenants take turns by deficit round robin with a quantum of one token: each round
+gives every waiting tenant one token to spend, and a job runs when its tenant can pay for it. Rounds
+in which nobody can pay are made in one step. So small a quantum lets no tenant save up for a burst.
+Between priorities the higher goes first, but a lower one that waits earns `low_share` of the tokens
+that pass it by, and goes first when that pays for its next job.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from tokenbus.errors import Busy
 from tokenbus.request import Priority
 
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
-QUANTUM_TOKENS = 256
 MIN_RETRY_MS, MAX_RETRY_MS = 100, 10_000
 
 
@@ -58,24 +58,30 @@ class _Level:
         if not line:
             self._leave(ticket.tenant)
 
-    def head(self) -> Ticket:
+    def can_serve(self, barred: str | None) -> bool:
+        """Whether a tenant other than the barred one waits."""
+        return len(self.waiting) > (barred in self.waiting)
+
+    def head(self, barred: str | None) -> Ticket:
         """The ticket that `take` would give. Tenants' deficits grow until one can pay."""
         while True:
             needs = []
             for _ in range(len(self.turns)):
                 tenant = self.turns[0]
-                ticket = next(iter(self.waiting[tenant].values()))
-                need = ticket.cost_tokens - self.deficit_tokens[tenant]
-                if need <= 0:
-                    return ticket
-                needs.append(need)
+                if tenant != barred:
+                    ticket = next(iter(self.waiting[tenant].values()))
+                    need = ticket.cost_tokens - self.deficit_tokens[tenant]
+                    if need <= 0:
+                        return ticket
+                    needs.append(need)
                 self.turns.rotate(-1)
-            rounds = -(-min(needs) // QUANTUM_TOKENS)
+            rounds = min(needs)
             for tenant in self.turns:
-                self.deficit_tokens[tenant] += rounds * QUANTUM_TOKENS
+                if tenant != barred:
+                    self.deficit_tokens[tenant] += rounds
 
-    def take(self) -> Ticket:
-        ticket = self.head()
+    def take(self, barred: str | None) -> Ticket:
+        ticket = self.head(barred)
         tenant = ticket.tenant
         self.deficit_tokens[tenant] -= ticket.cost_tokens
         self.remove(ticket)
@@ -135,14 +141,17 @@ class FairQueue:
         self._count(ticket, -1)
         return True
 
-    def pop(self) -> Ticket | None:
-        """The next job to run, or None if nothing waits."""
-        if not self._tickets:
-            return None
+    def pop(self, barred: str | None = None) -> Ticket | None:
+        """The next job to run, or None if nothing waits. barred: a tenant whose new jobs may not
+        start now.
+        """
         if self._returned:
             ticket = self._returned.popitem(last=False)[1]
         else:
-            ticket = self._levels[self._next_level()].take()
+            level = self._next_level(barred)
+            if level is None:
+                return None
+            ticket = level.take(barred)
             self._earn(ticket)
         self._count(ticket, -1)
         self._taken_s.append(self._clock_s())
@@ -162,13 +171,12 @@ class FairQueue:
         wait_ms = 1000 * span_s / len(self._taken_s) * len(self._tickets) / 10
         return int(min(max(wait_ms, MIN_RETRY_MS), MAX_RETRY_MS))
 
-    def _next_level(self) -> int:
-        waiting = [i for i, level in enumerate(self._levels) if level.waiting]
-        for index in reversed(waiting[1:]):
-            level = self._levels[index]
-            if level.earned_tokens >= level.head().cost_tokens:
-                return index
-        return waiting[0]
+    def _next_level(self, barred: str | None) -> _Level | None:
+        levels = [level for level in self._levels if level.can_serve(barred)]
+        for level in reversed(levels[1:]):
+            if level.earned_tokens >= level.head(barred).cost_tokens:
+                return level
+        return levels[0] if levels else None
 
     def _earn(self, taken: Ticket) -> None:
         """What was taken pays for its level's earnings; those below that wait earn their share."""

@@ -34,6 +34,7 @@ class Monitor:
         self._engine: dict[str, object] = {}
         self._troubles = {"engine": LOADING}
         self._said: str | None = None  # the last reason reported; "" is ready
+        self.is_stopping = False  # from then on nothing is news
 
     def expect(self, door: str) -> None:
         """This door must report that it is ready before the worker is."""
@@ -80,7 +81,7 @@ class Monitor:
     def _report(self) -> None:
         """Say it if readiness, or the reason against it, changed."""
         reason = "; ".join(f"{name}: {why}" for name, why in self._troubles.items())
-        if reason == self._said:
+        if reason == self._said or self.is_stopping:
             return
         self._said = reason
         if reason:

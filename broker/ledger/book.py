@@ -35,6 +35,7 @@ class Book:
         """A new job enters the queue; returns how many were before it. Raises Busy."""
         position = self.queue.admit(job.ticket())
         self.jobs[job.name] = job
+        self.runs.tenants.seen(job.tenant)
         if job.deadline_ns is not None:
             self.deadlines.add(job.name, job.deadline_ns)
         return position
@@ -74,7 +75,10 @@ class Book:
                 if suspect is not None:
                     runs.start(suspect, solo=True)
             return
-        while runs.num_free and (ticket := queue.pop()) is not None:
+        while runs.num_free:
+            ticket = queue.pop(runs.tenants.at_limit(runs.max_num_seqs))
+            if ticket is None:
+                break
             runs.start(self.jobs[ticket.job], solo=False)
         if len(queue) and runs.is_up and not runs.num_free:
             self._evict_paused()

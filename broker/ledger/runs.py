@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from broker.ledger.job import Job, JobState
+from broker.ledger.tenants import Tenants
 from broker.link_messages import AbortRuns, EngineUp, PauseRuns, ResumeRuns, StartRun
 from broker.messages import Address
 
@@ -27,6 +28,7 @@ class Runs:
         self._closing: set[int] = set()  # aborted, not yet confirmed
         self._paused: dict[int, Job] = {}  # in the order of their pause
         self.by_rid: dict[int, Job] = {}
+        self.tenants = Tenants()
         self.is_up = False
         self.is_ring_full = False
         self.max_num_seqs = 0
@@ -54,6 +56,7 @@ class Runs:
         jobs = list(self.by_rid.values())
         for job in jobs:
             job.rid = 0
+            self.tenants.ended(job.tenant)
         self.by_rid.clear()
         self._closing.clear()
         self._paused.clear()
@@ -67,6 +70,7 @@ class Runs:
         self._last_rid += 1
         job.rid = self._last_rid
         self.by_rid[job.rid] = job
+        self.tenants.started(job.tenant)
         if not job.launched_ns:
             job.launched_ns = time.monotonic_ns()
         self._link.tell(StartRun(job.run_record(job.rid, solo)))
@@ -77,6 +81,7 @@ class Runs:
             return
         rid, job.rid = job.rid, 0
         del self.by_rid[rid]
+        self.tenants.ended(job.tenant)
         self._paused.pop(rid, None)
         self._closing.add(rid)
         self._link.tell(AbortRuns((rid,)))
@@ -88,6 +93,7 @@ class Runs:
         job = self.by_rid.pop(rid, None)
         if job is not None:
             job.rid = 0
+            self.tenants.ended(job.tenant)
         return job
 
     def pause(self, job: Job) -> None:

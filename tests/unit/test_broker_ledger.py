@@ -415,6 +415,22 @@ async def test_high_priority_passes_low() -> None:
     assert [run.priority for run in b.link.started] == [0, 2]
 
 
+async def test_a_flood_leaves_rows_for_other_tenants_that_are_about() -> None:
+    engine = EngineUp(100, 1000, 16, (), 7, {})
+    b = Bench()
+    await b.tell(engine)
+    await b.submit("x", tenant="small")
+    await b.step({"x": 1}, x=Finish.LENGTH)
+    await b.submit(*(f"f{i:02}" for i in range(40)), tenant="flood")
+    assert len(await b.running()) == 14  # of 16 rows
+    await b.submit("y", tenant="small")
+    assert "y" in await b.running()
+    alone = Bench()
+    await alone.tell(engine)
+    await alone.submit(*(f"f{i:02}" for i in range(40)), tenant="flood")
+    assert len(await alone.running()) == 16 + look_ahead(16)
+
+
 async def test_tenants_are_separated_in_the_prefix_cache() -> None:
     b = Bench()
     await b.tell(ENGINE)

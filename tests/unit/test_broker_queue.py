@@ -160,4 +160,24 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(self.waiting)
 
 
+def test_a_barred_tenant_is_passed_over_at_every_priority() -> None:
+    queue = FairQueue(QueueConfig())
+    fill(queue, 3, "flood", HIGH)
+    fill(queue, 3, "flood", NORMAL)
+    assert queue.pop(barred="flood") is None
+    fill(queue, 1, "other", LOW)
+    ticket = queue.pop(barred="flood")
+    assert ticket is not None
+    assert ticket.tenant == "other"
+    assert len(take(queue, 10)) == 6
+
+
+def test_a_newcomer_is_served_before_the_second_next_job_of_a_flood() -> None:
+    queue = FairQueue(QueueConfig())
+    fill(queue, 1000, "flood", cost=30)
+    take(queue, 500)
+    fill(queue, 1, "new", cost=30)
+    assert "new" in [t.tenant for t in take(queue, 2)]
+
+
 TestQueueMachine = QueueMachine.TestCase
