@@ -114,11 +114,15 @@ def messages() -> list[tuple[str, str, MessageType, dict[str, Any], list[bytes]]
     return [(*row, []) for row in plain] + submits
 
 
-def malformed() -> list[dict[str, Any]]:
-    """Messages that must be refused, with the code of the refusal."""
-    ping = head(MessageType.PING)
-    ok = b"\x81\xa1t\x01"
-    rows: list[tuple[str, str, list[bytes]]] = [
+PING = head(MessageType.PING)
+OK_BODY = b"\x81\xa1t\x01"
+Row = tuple[str, str, list[bytes]]  # name, code, frames
+
+
+def malformed_heads() -> list[Row]:
+    """Wrong frames around a good body."""
+    ping, ok = PING, OK_BODY
+    return [
         ("no frames", "bad_frame", []),
         ("head only", "bad_frame", [ping]),
         ("empty head", "bad_frame", [b"", ok]),
@@ -131,6 +135,13 @@ def malformed() -> list[dict[str, Any]]:
         ("type 0", "unsupported", [b"TB\x01\x00", ok]),
         ("type 99", "unsupported", [b"TB\x01\x63", ok]),
         ("five blobs", "too_large", [ping, ok, *([b""] * 5)]),
+    ]
+
+
+def malformed_bodies() -> list[Row]:
+    """Bodies outside the msgpack subset."""
+    ping, ok = PING, OK_BODY
+    return [
         ("empty body", "bad_frame", [ping, b""]),
         ("truncated body", "bad_frame", [ping, ok[:-1]]),
         ("bytes after the body", "bad_frame", [ping, ok + b"\x00"]),
@@ -162,6 +173,12 @@ def malformed() -> list[dict[str, Any]]:
         ("map of 2^32-1", "bad_frame", [ping, b"\xdf\xff\xff\xff\xff"]),
         ("string of 2^32-1", "bad_frame", [ping, b"\x81\xa1a\xdb\xff\xff\xff\xff"]),
     ]
+
+
+def malformed() -> list[dict[str, Any]]:
+    """Messages that must be refused, with the code of the refusal."""
+    ping, ok = PING, OK_BODY
+    rows = malformed_heads() + malformed_bodies()
     result = [{"name": n, "code": c, "frames": [f.hex() for f in fs]} for n, c, fs in rows]
     small = {"max_body_bytes": 8, "max_frame_bytes": 4, "max_blobs": 4}
     for name, frames in (
