@@ -23,7 +23,7 @@ from ops.bench import kernel_cases as cases
 from ops.bench.kernel_timing import num_sets, time_calls
 
 SHAPES = [cases.QWEN3_06B, cases.QWEN3_8B, cases.SMOLLM2]
-M_BUCKETS = (8, 32, 64)
+M_BUCKETS = (8, 64)
 
 
 def gemv_tiles(n: int, k: int) -> list[GemvTile]:
@@ -53,8 +53,6 @@ def gemm_tiles(m: int, n: int, k: int, glu: bool) -> list[SmallGemmTile]:
             (32, 128, 4, 6),
             (64, 128, 4, 5),
         ]
-    elif m <= 32:
-        tiles = [(16, 256, 4, 3), (16, 128, 4, 6), (32, 128, 4, 5), (64, 128, 4, 4)]
     else:
         tiles = [(16, 128, 4, 6), (32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 6)]
     if glu:

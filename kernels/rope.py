@@ -1,7 +1,6 @@
 """Rotary embedding, optional q/k norm and the KV write, in one pass over packed qkv rows.
 
-One program handles one head of one token: q heads are rotated in place, k heads go rotated into the paged cache, v
-heads are copied there. Rotation is the half-split form (Llama, Qwen): pairs are (i, i + D/2).
+q heads are rotated in place, k heads go rotated into the paged cache, v heads are copied there. Rotation is the half-split form (Llama, Qwen): pairs are (i, i + D/2).
 """
 
 from __future__ import annotations
@@ -11,19 +10,6 @@ import triton
 import triton.language as tl
 
 from kernels.pdl import pdl_begin, pdl_options
-
-
-@triton.jit
-def _normed_halves(at, halves, mask, weight_ptr, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Both halves of one head in float32, RMS-normed over the head when asked."""
-    low = tl.load(at + halves, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(at + HALF + halves, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        mean_square = (tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / (2 * HALF)
-        scale = tl.rsqrt(mean_square + eps)
-        low *= scale * tl.load(weight_ptr + halves, mask=mask, other=0.0).to(tl.float32)
-        high *= scale * tl.load(weight_ptr + HALF + halves, mask=mask, other=0.0).to(tl.float32)
-    return low, high
 
 
 @triton.jit
@@ -44,34 +30,54 @@ def _rope_kv_write_kernel(
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program takes BLOCK_HEADS heads of one token."""
+    D: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     halves = tl.arange(0, BLOCK_HALF)
-    mask = halves < HALF
+    half_mask = halves < HALF
+    mask = (heads < NUM_Q + 2 * NUM_KV)[:, None] & half_mask[None, :]
+    is_q = (heads < NUM_Q)[:, None]
+    is_v = (heads >= NUM_Q + NUM_KV)[:, None]
+    if HAS_NORM:
+        q_low = tl.load(q_norm_ptr + halves, mask=half_mask, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm_ptr + HALF + halves, mask=half_mask, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm_ptr + halves, mask=half_mask, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm_ptr + HALF + halves, mask=half_mask, other=0.0).to(tl.float32)
     pdl_begin(PDL)
     slot = tl.load(slot_ptr + token).to(tl.int64)
     if slot >= 0:
-        at = qkv_ptr + token * qkv_stride + head * (2 * HALF)
-        if head < NUM_Q + NUM_KV:
-            angle_at = tl.load(position_ptr + token).to(tl.int64) * HALF + halves
-            cos = tl.load(cos_ptr + angle_at, mask=mask, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + angle_at, mask=mask, other=0.0).to(tl.float32)
-            if head < NUM_Q:
-                low, high = _normed_halves(at, halves, mask, q_norm_ptr, eps, HALF, HAS_NORM)
-                to = at
-            else:
-                low, high = _normed_halves(at, halves, mask, k_norm_ptr, eps, HALF, HAS_NORM)
-                to = k_cache_ptr + slot * cache_stride + (head - NUM_Q) * (2 * HALF)
-            dtype = qkv_ptr.dtype.element_ty
-            tl.store(to + halves, (low * cos - high * sin).to(dtype), mask=mask)
-            tl.store(to + HALF + halves, (high * cos + low * sin).to(dtype), mask=mask)
-        else:
-            to = v_cache_ptr + slot * cache_stride + (head - NUM_Q - NUM_KV) * (2 * HALF)
-            tl.store(to + halves, tl.load(at + halves, mask=mask), mask=mask)
-            tl.store(to + HALF + halves, tl.load(at + HALF + halves, mask=mask), mask=mask)
+        angle_at = tl.load(position_ptr + token).to(tl.int64) * HALF + halves
+        cos = tl.load(cos_ptr + angle_at, mask=half_mask, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angle_at, mask=half_mask, other=0.0).to(tl.float32)
+        at = qkv_ptr + token * qkv_stride + heads[:, None] * D + halves[None, :]
+        low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            mean_square = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / D
+            scale = tl.rsqrt(mean_square + eps)[:, None]
+            low_weight = tl.where(is_q, q_low[None, :], k_low[None, :])
+            high_weight = tl.where(is_q, q_high[None, :], k_high[None, :])
+            low = tl.where(is_v, low, low * scale * low_weight)
+            high = tl.where(is_v, high, high * scale * high_weight)
+        dtype = qkv_ptr.dtype.element_ty
+        turned_low = low * cos[None, :] - high * sin[None, :]
+        turned_high = high * cos[None, :] + low * sin[None, :]
+        new_low = tl.where(is_v, low, turned_low).to(dtype)
+        new_high = tl.where(is_v, high, turned_high).to(dtype)
+        cache_at = slot * cache_stride + halves[None, :]
+        k_at = k_cache_ptr + cache_at + (heads - NUM_Q)[:, None] * D
+        v_at = v_cache_ptr + cache_at + (heads - NUM_Q - NUM_KV)[:, None] * D
+        to = tl.where(is_q, at, tl.where(is_v, v_at, k_at))
+        tl.store(to, new_low, mask=mask)
+        tl.store(to + HALF, new_high, mask=mask)
+
+
+_BLOCK_HEADS = 8
 
 
 def rope_kv_write(
@@ -103,7 +109,8 @@ def rope_kv_write(
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     has_norm = q_norm is not None and k_norm is not None
-    _rope_kv_write_kernel[(num_tokens, num_q_heads + 2 * num_kv_heads)](
+    grid = (num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, _BLOCK_HEADS))
+    _rope_kv_write_kernel[grid](
         qkv,
         k_cache,
         v_cache,
@@ -120,8 +127,9 @@ def rope_kv_write(
         NUM_KV=num_kv_heads,
         HALF=head_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HEADS=_BLOCK_HEADS,
         HAS_NORM=has_norm,
-        num_warps=1,
+        num_warps=2,
         **pdl_options(qkv, pdl),
     )
 
