@@ -74,7 +74,8 @@ def read_top(reply: Reply) -> tuple[int, int, bytes]:
         return 0, 0, b""
     entry_id, fields = reply[0]
     attempt, _, seq = entry_id.partition(b"-")
-    return int(attempt), int(seq), dict(zip(fields[::2], fields[1::2], strict=True))[b"event"]
+    event = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"event", b"")
+    return int(attempt), int(seq), event
 
 
 def failed_fields(error: TokenbusError) -> tuple[str, ...]:

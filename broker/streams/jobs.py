@@ -52,12 +52,13 @@ class Ending:
 
     fields: of the terminal entry, names and values in turn; empty: the job is given back instead.
     dead_reason: why it goes to the dead stream too, or "". frees_key: its idempotency key may be
-    used again.
+    used again. is_discard: its keys cannot be written, so it only goes to the dead stream.
     """
 
     fields: tuple[str, ...] = ()
     dead_reason: str = ""
     frees_key: bool = False
+    is_discard: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -26,13 +26,8 @@ Reply = Any  # bytes, int, None, a list of replies, or a ReplyError in its place
 _pack: Any = hiredis.pack_command  # its stub knows tuples of one only
 
 FENCED_TEXT = "equal or smaller"
-# Answers of a server that cannot serve now and may later, here or elsewhere.
-_UNAVAILABLE = frozenset(
-    {
-        *("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "MASTERDOWN", "NOREPLICAS"),
-        *("CLUSTERDOWN", "TRYAGAIN", "MOVED", "ASK"),
-    }
-)
+# Keys of one job that are not what they should be; others can still be served.
+_ABOUT_ONE_JOB = ("WRONGTYPE", "attempt to", "Invalid stream ID")
 
 
 class LinkLost(Exception):
@@ -48,15 +43,14 @@ class ReplyError(Exception):
         return str(self).split(" ", 1)[0]
 
     @property
-    def is_unavailable(self) -> bool:
-        """The server cannot serve now: out of memory, read-only, loading, moved."""
-        text = str(self)
-        return self.code in _UNAVAILABLE or "-OOM" in text or "-MISCONF" in text
-
-    @property
     def is_fenced(self) -> bool:
         """XADD refused an id that is not above the stream's last one."""
         return FENCED_TEXT in str(self)
+
+    @property
+    def is_about_one_job(self) -> bool:
+        """A key of one job has another type, or holds what no worker has written."""
+        return any(words in str(self) for words in _ABOUT_ONE_JOB)
 
     @property
     def is_no_group(self) -> bool:

@@ -135,6 +135,8 @@ class Outbox:
     def _commands_for(self, job: Job) -> list[Command]:
         keys, ending = self._state.keys, job.ending
         job.is_ending_sent = ending is not None
+        if ending is not None and ending.is_discard:
+            return [self._discard(job, ending.dead_reason)]
         chunk = job.launch()
         if ending is not None and ending.fields:
             return [self._finish(job, chunk)]
@@ -169,6 +171,11 @@ class Outbox:
         names = (hash_key, keys.out(job.id), job.stream, keys.dead, keys.cancel(job.id), idem)
         return script("finish", names, args)
 
+    def _discard(self, job: Job, reason: str) -> Command:
+        state = self._state
+        args = (GROUP, state.worker, job.entry, job.id, reason, state.redis.dead_max_len)
+        return script("discard", (job.stream, state.keys.dead), args)
+
     def _take_replies(self, job: Job, replies: Sequence[Reply]) -> int:
         """What the writes of one job led to. Returns 1 if it was released."""
         state = self._state
@@ -176,6 +183,8 @@ class Outbox:
         errors = [reply for reply in replies if isinstance(reply, ReplyError)]
         if b"fenced" in (first, last) or any(error.is_fenced for error in errors):
             state.lose(job, "another attempt has begun")
+        elif errors and errors[0].is_about_one_job and not _is_discard(job):
+            state.discard(job, errors[0])
         elif errors:
             job.in_doubt = True  # a script may have got half way
             job.due = state.now() + RETRY_S
@@ -194,28 +203,33 @@ class Outbox:
         if not job.is_ending_sent or job.ending is None:
             return 0
         self._state.forget(job)
+        self._state.counters.dead += bool(job.ending.dead_reason)
+        if job.ending.is_discard:
+            return 0
         if not job.ending.fields:
             self._state.counters.released += 1
             return 1
         self._state.counters.finished += 1
-        self._state.counters.dead += bool(job.ending.dead_reason)
         return 0
 
     # ------------------------------------------------------------ after a loss
 
     async def _settle_doubts(self, jobs: Sequence[Job]) -> None:
         """Find out what each reply stream holds and make it hold what was written before."""
-        fenced = [job for job in jobs if job.attempt]
+        fenced = [job for job in jobs if job.attempt and not _is_discard(job)]
         for job in jobs:
-            if not job.attempt:  # nothing to write but a release, which may be repeated
+            if job not in fenced:  # nothing to write but a release, which may be repeated
                 job.in_doubt = False
         queries = [
             ("XREVRANGE", self._state.keys.out(job.id), "+", "-", "COUNT", 1) for job in fenced
         ]
         for job, reply in zip(fenced, await self._state.link.run(queries), strict=True):
             if isinstance(reply, ReplyError):
-                job.due = self._state.now() + RETRY_S
-                self._state.report_trouble("publish", reply)
+                if reply.is_about_one_job:
+                    self._state.discard(job, reply)
+                else:
+                    job.due = self._state.now() + RETRY_S
+                    self._state.report_trouble("publish", reply)
                 continue
             attempt, seq, event = read_top(reply)
             if attempt > job.attempt:
@@ -257,3 +271,7 @@ class Outbox:
         await state.link.call(*script("restore", keys, args))
         state.counters.restored += 1
         log.error("reply.restored", job=job.id, attempt=job.attempt, entries=len(entries))
+
+
+def _is_discard(job: Job) -> bool:
+    return job.ending is not None and job.ending.is_discard

@@ -174,9 +174,13 @@ class Pickup:
         replies = await state.link.run(commands)
         for job, reply in zip(batch, replies, strict=True):
             if isinstance(reply, ReplyError):
-                state.report_trouble("pickup", reply)
-                continue
-            if job in rejected:
+                if not reply.is_about_one_job:
+                    state.report_trouble("pickup", reply)
+                    continue
+                state.discard(job, reply)
+                rejected.pop(job, None)
+                jobs.pop(job, None)
+            elif job in rejected:
                 self._take_rejection(job, rejected.pop(job))
             else:
                 if state.jobs.is_held(job):

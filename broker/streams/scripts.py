@@ -10,7 +10,7 @@ from importlib.resources import files
 
 NAMES = (
     *("submit", "take", "fence", "reject", "finish", "restore"),
-    *("renew", "claim", "release", "cancel", "heartbeat", "leave"),
+    *("renew", "claim", "release", "cancel", "discard", "heartbeat", "leave"),
 )
 
 

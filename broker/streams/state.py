@@ -131,6 +131,16 @@ class DoorState:
             self.ledger.tell(Drop(job.id))
         self.forget(job)
 
+    def discard(self, job: Job, error: ReplyError) -> None:
+        """A key of the job is not what it should be: out of the queue with it, others wait."""
+        log.error("job.discarded", job=job.id, entry=job.entry, error=str(error))
+        if job.stage is Stage.RUNNING:
+            self.ledger.tell(Drop(job.id))
+        job.in_doubt = False
+        job.flight = None
+        job.ids, job.texts = [], []
+        self.end(job, Ending(dead_reason=str(error), is_discard=True))
+
     def forget(self, job: Job) -> None:
         """The job has left this door."""
         self.jobs.forget(job)

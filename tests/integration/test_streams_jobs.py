@@ -364,3 +364,40 @@ async def test_a_dead_job_sent_again_runs_under_a_new_id(bus: Bus, form: str) ->
     bus.audit(again)
     assert bus.client.xlen(bus.keys.dead) == 0
     bus.audit_queue()
+
+
+@pytest.mark.parametrize("key", ["out", "job", "started"])
+async def test_a_key_of_the_wrong_kind_costs_only_its_own_job(bus: Bus, key: str) -> None:
+    if key == "started":
+        bus.client.xadd(bus.keys.out("bad"), {"event": "started", "seq": "x"}, id="1-0")
+        bus.client.hset(bus.keys.job("bad"), "crashes", "many")
+    else:
+        bus.client.set(getattr(bus.keys, key)("bad"), "a string")
+    bus.submit(job="bad")
+    bus.submit(job="bad", temperature="hot")
+    good = bus.submit(max_tokens=5)
+    worker = await bus.worker()
+    await until(lambda: good in worker.ledger.runs)
+    await until(lambda: bus.num_entries() == 1)
+    letters = [fields["job"] for _, fields in bus.client.xrange(bus.keys.dead)]
+    assert set(letters) == (set() if key == "started" else {"bad"})  # it is mended by the next id
+    worker.ledger.step(good, 5)
+    worker.ledger.finish(good)
+    await until(lambda: bus.terminal(good))
+    assert worker.monitor.is_ready
+    bus.audit(good)
+
+
+async def test_a_reply_key_replaced_while_the_job_runs_costs_only_that_job(bus: Bus) -> None:
+    worker = await bus.worker()
+    job, good = bus.submit(), bus.submit(max_tokens=2)
+    await until(lambda: len(worker.ledger.runs) == 2)
+    bus.client.set(bus.keys.out(job), "a string")
+    worker.ledger.step(job)
+    await until(lambda: job not in worker.ledger.runs)
+    await until(lambda: bus.client.xlen(bus.keys.dead) == 1)
+    worker.ledger.step(good, 2)
+    worker.ledger.finish(good)
+    await until(lambda: bus.terminal(good))
+    bus.audit(good)
+    assert (bus.num_entries(), bus.num_pending()) == (0, 0)

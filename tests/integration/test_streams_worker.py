@@ -153,10 +153,11 @@ async def test_a_killed_broker_leaves_its_jobs_to_another_worker(site: Site) -> 
     jobs = site.submit(10, 120)
     await until(lambda: all(site.ids(job) for job in jobs), 20)
     await kill_broker(first)
-    killed_at = time.monotonic()
+    lease_end = time.monotonic() + LEASE_MS / 1000
     await site.worker()
+    free_at = max(lease_end, time.monotonic())
     await until(lambda: all(site.started(job) == 2 or site.is_over(job) for job in jobs), 20)
-    assert time.monotonic() - killed_at < LEASE_MS / 1000 * 1.5 + 4
+    assert time.monotonic() - free_at < 3.0  # a look each quarter of the lease; a busy box
     await until(lambda: all(map(site.is_over, jobs)), 30)
     site.audit(jobs, 120)
 

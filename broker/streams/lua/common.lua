@@ -37,7 +37,7 @@ local function top_of(out)
   local attempt, seq = string.match(last[1], '^(%d+)-(%d+)$')
   local event = field(last[2], 'event')
   if event == 'started' then seq = field(last[2], 'seq') or 0 end
-  return tonumber(attempt), tonumber(seq), event == 'done' or event == 'error', event == 'started'
+  return tonumber(attempt), tonumber(seq) or 0, event == 'done' or event == 'error', event == 'started'
 end
 
 -- XADD that answers 'ok', 'fenced' (a later attempt has written) or 'gone' (no such stream).

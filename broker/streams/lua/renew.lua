@@ -15,7 +15,7 @@ for i = 1, (#ARGV - 3) / 2 do
     result[i] = 1
   elseif not owner and attempt ~= '' then
     -- deleted while it ran, or all of Redis was emptied: then nobody else knows the job either
-    local h = redis.call('HMGET', job, 'attempt', 'state')
+    local h = redis.pcall('HMGET', job, 'attempt', 'state')
     local is_ours = h[1] == attempt and h[2] == 'running'
     result[i] = (is_ours or (not h[1] and redis.call('EXISTS', out) == 0)) and 2 or 0
   else
