@@ -4,6 +4,9 @@ memory of open streams.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -66,11 +69,47 @@ class BenchClient:
         self._context.term()
 
 
+ECHO = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+socket.bind(sys.argv[1])
+while True:
+    socket.send_multipart(socket.recv_multipart())
+"""
+
+
+def measure_floor(num_messages: int) -> dict[str, float]:
+    """Half the round trip of a plain ROUTER that echoes from another process: what ZeroMQ itself
+    takes for one way. Microseconds.
+    """
+    half_us = []
+    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as directory:
+        endpoint = f"ipc://{directory}/echo.sock"
+        echo = subprocess.Popen([sys.executable, "-c", ECHO, endpoint])
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.rcvtimeo = ANSWER_MS
+        socket.connect(endpoint)
+        try:
+            for _ in range(num_messages):
+                start_ns = time.perf_counter_ns()
+                socket.send(bytes(64))
+                socket.recv()
+                half_us.append((time.perf_counter_ns() - start_ns) / 2e3)
+        finally:
+            socket.close()
+            context.term()
+            echo.kill()
+            echo.wait()
+    return _percentiles("zmq_floor", half_us)
+
+
 def measure_latency(num_jobs: int) -> dict[str, float]:
     """One job at a time on an idle worker; the benchmark plays the engine, on the same clock.
 
     submit: from the client's send to the SUBMIT record in the engine's hand. token: from the STEP
-    record's write to TOKENS in the client's hand. Microseconds.
+    record's write to TOKENS in the client's hand. Microseconds, beside ZeroMQ's own.
     """
     submit_us, token_us = [], []
     with BusWorker() as worker, connect_engine(worker.link_path, 5.0) as engine:
@@ -92,7 +131,11 @@ def measure_latency(num_jobs: int) -> dict[str, float]:
             submit_us.append((seen_ns - start_ns) / 1e3)
             token_us.append((got_ns - write_ns) / 1e3)
         client.close()
-    return {**_percentiles("submit", submit_us), **_percentiles("token", token_us)}
+    return {
+        **_percentiles("submit", submit_us),
+        **_percentiles("token", token_us),
+        **measure_floor(num_jobs),
+    }
 
 
 def measure_events(num_jobs: int, num_tokens: int) -> dict[str, float]:
@@ -150,7 +193,10 @@ def measure_jobs(num_jobs: int, window: int) -> dict[str, float]:
             if ended == num_jobs:
                 break
         elapsed_s = time.perf_counter() - start_s
-        broker_s, engine_s = cpu_s(worker.broker_pid) - broker_s, cpu_s(worker.engine_pid) - engine_s
+        broker_s, engine_s = (
+            cpu_s(worker.broker_pid) - broker_s,
+            cpu_s(worker.engine_pid) - engine_s,
+        )
         client.close()
     return {
         "jobs": num_jobs,
