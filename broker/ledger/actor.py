@@ -121,15 +121,15 @@ class LedgerActor(Actor):
             return
         if self._is_draining:
             error: TokenbusError = Draining("the worker is draining", retry_ms=1_000)
-            message.door.tell(Refused(name, error))
+            self._book.outbox.answer(message.door, Refused(name, error))
             return
         job = Job(message, self._vocabulary)
         try:
             position = self._book.admit(job)
         except Busy as busy:
-            message.door.tell(Refused(name, busy))
+            self._book.outbox.answer(message.door, Refused(name, busy))
             return
-        message.door.tell(_accepted(job, position))
+        self._book.outbox.answer(message.door, _accepted(job, position))
         reason = job.resume_text()
         if reason is not None:
             self._book.end(job, job.done(reason, time.monotonic_ns()))
@@ -144,10 +144,10 @@ class LedgerActor(Actor):
             return False
         is_same = known.prepared.request == message.prepared.request
         if is_same_door and message.attempt == known.attempt and is_same:
-            message.door.tell(_accepted(known, 0))
+            self._book.outbox.answer(message.door, _accepted(known, 0))
         else:
             error = Conflict(f"job {known.name!r} is already running here", field="job")
-            message.door.tell(Refused(known.name, error))
+            self._book.outbox.answer(message.door, Refused(known.name, error))
         return True
 
     def _on_cancel(self, message: Cancel) -> None:
