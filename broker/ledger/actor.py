@@ -32,8 +32,10 @@ from broker.messages import (
     Accepted,
     Address,
     Cancel,
+    Done,
     Drain,
     Drop,
+    Failed,
     Pause,
     Refused,
     Submit,
@@ -96,6 +98,10 @@ class LedgerActor(Actor):
         """Begin the regular state reports."""
         self.every(STATE_PERIOD_S, self._reports.tell_state)
 
+    async def stop(self) -> None:
+        """Write the last lines of the log."""
+        self._log_finished()
+
     def handle(self, message: object) -> None:
         """See the module."""
         handler = self._handlers.get(type(message))
@@ -109,6 +115,8 @@ class LedgerActor(Actor):
         self._book.outbox.flush()
         self._reports.tell_capacity(self._is_draining)
         self._arm_deadline_timer()
+        if self._book.finished:
+            self._loop.call_soon(self._log_finished)  # behind the doors' turn
         if self._is_draining and not self._book.jobs:
             self.drained.set()
 
@@ -258,6 +266,14 @@ class LedgerActor(Actor):
 
     # ------------------------------------------------------------ regular work
 
+    def _log_finished(self) -> None:
+        """One line for each job that ended."""
+        finished, self._book.finished = self._book.finished, []
+        for job, event in finished:
+            reason = event.reason if isinstance(event, Done) else event.error.code
+            facts = _facts(event)
+            log.info("request.finished", job=job.name, attempt=job.attempt, reason=reason, **facts)
+
     def _arm_deadline_timer(self) -> None:
         next_ns = self._book.deadlines.next_ns()
         if next_ns is None or (self._deadline_timer and next_ns == self._deadline_armed_ns):
@@ -280,3 +296,18 @@ class LedgerActor(Actor):
 def _accepted(job: Job, position: int) -> Accepted:
     prompt_tokens = len(job.prepared.prompt_ids)
     return Accepted(job.name, job.attempt, job.seed, prompt_tokens, position)
+
+
+def _facts(event: Done | Failed) -> dict[str, object]:
+    """What the canonical line of a job says about it; never its text."""
+    if isinstance(event, Failed):
+        return {"output_tokens": event.seq, "error": event.error.message, "dead": event.dead}
+    usage = event.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "queue_ms": round(usage.queue_ms, 1),
+        "first_token_ms": round(usage.ttft_ms, 1),
+        "total_ms": round(usage.total_ms, 1),
+    }

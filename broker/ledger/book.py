@@ -6,8 +6,6 @@ or none of them while it is paused. Knows no messages of doors or engine.
 
 from __future__ import annotations
 
-import structlog
-
 from broker.config import QueueConfig
 from broker.ledger.deadlines import Deadlines
 from broker.ledger.job import Job, JobState
@@ -16,8 +14,6 @@ from broker.ledger.runs import Runs
 from broker.ledger.trials import Trials
 from broker.messages import Address, Done, Failed
 from broker.queue import FairQueue
-
-log = structlog.get_logger("broker.ledger")
 
 
 class Book:
@@ -30,6 +26,7 @@ class Book:
         self.trials = Trials(limits.max_engine_kills)
         self.deadlines = Deadlines()
         self.outbox = Outbox()
+        self.finished: list[tuple[Job, Done | Failed]] = []  # to be written to the log
 
     def admit(self, job: Job) -> int:
         """A new job enters the queue; returns how many were before it. Raises Busy."""
@@ -106,10 +103,7 @@ class Book:
             self.queue.refund(job.ticket(), job.prepared.max_tokens - len(job.ids))
         self.outbox.add(job.door, event)
         self.forget(job)
-        reason = event.reason if isinstance(event, Done) else event.error.code
-        log.info(
-            "request.finished", job=job.name, attempt=job.attempt, reason=reason, **_facts(event)
-        )
+        self.finished.append((job, event))
 
     def release(self, job: Job) -> None:
         """Give the job back to its door; another worker may take it, and nothing is charged."""
@@ -123,18 +117,3 @@ class Book:
         self.deadlines.remove(job.name)
         job.move(JobState.ENDED)
         del self.jobs[job.name]
-
-
-def _facts(event: Done | Failed) -> dict[str, object]:
-    """What the canonical line of a job says about it; never its text."""
-    if isinstance(event, Failed):
-        return {"output_tokens": event.seq, "error": event.error.message, "dead": event.dead}
-    usage = event.usage
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "output_tokens": usage.completion_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "queue_ms": round(usage.queue_ms, 1),
-        "first_token_ms": round(usage.ttft_ms, 1),
-        "total_ms": round(usage.total_ms, 1),
-    }
