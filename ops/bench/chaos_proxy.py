@@ -190,6 +190,8 @@ class TcpProxy:
             await forward
         except OSError:
             connection.cut()  # one side broke: so does the other
+        finally:
+            forward.cancel()
 
     async def _forward(
         self,

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ class Worker:
     directory: Path
     proxy: TcpProxy
     arguments: tuple[str, ...]
+    environment: Mapping[str, str]
     process: WorkerProcess | None = None
     num_ready: int = 0  # ready and restarted events so far, over all lives
     ready_at_s: float = 0.0
@@ -115,7 +116,7 @@ class Worker:
         doors = ("--redis", url, "--zmq", self.endpoint, "--queue", QUEUE)
         self._stack = contextlib.AsyncExitStack()
         self.is_stopping, self.lost = False, ""
-        worker = run_worker(self.directory, (*doors, *self.arguments))
+        worker = run_worker(self.directory, (*doors, *self.arguments), self.environment)
         self.process = await self._stack.enter_async_context(worker)
         self._note_ready()
         self._listener = asyncio.get_running_loop().create_task(self._listen(self.process))
@@ -187,10 +188,8 @@ class Site:
 
     async def __aenter__(self) -> Site:
         self.redis.start()
-        for i in range(self._num_workers):
-            directory = self.directory / f"w{i}"
-            proxy = TcpProxy(self.redis.socket_path)
-            self.workers.append(Worker(directory, proxy, self._arguments))
+        for _ in range(self._num_workers):
+            self.add_worker()
         await asyncio.gather(*(worker.start() for worker in self.workers))
         return self
 
@@ -200,6 +199,13 @@ class Site:
             worker.proxy.close()
         self.redis.kill()
         self._holder.cleanup()
+
+    def add_worker(self, environment: Mapping[str, str] | None = None) -> Worker:
+        """One more, not started yet; stopped with the site."""
+        directory = self.directory / f"w{len(self.workers)}"
+        proxy = TcpProxy(self.redis.socket_path)
+        self.workers.append(Worker(directory, proxy, self._arguments, environment or {}))
+        return self.workers[-1]
 
     def keep_logs(self, target: Path) -> None:
         """Copy every log there, for what went wrong."""
