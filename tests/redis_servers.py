@@ -7,6 +7,7 @@ unix socket or a free port, with the faults that tests need (kill -9, stop, cont
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import signal
 import socket
@@ -86,6 +87,7 @@ class RedisServer:
         self._aof = aof
         self._extra = extra
         self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)  # whatever becomes of the test
 
     @property
     def url(self) -> str:
@@ -161,6 +163,7 @@ class RedisServer:
         """Stop for good and remove the directory."""
         self.kill()
         shutil.rmtree(self.dir, ignore_errors=True)
+        atexit.unregister(self.close)
 
     def _wait_for_pong(self) -> None:
         assert self._process is not None, "the server is not started"
