@@ -47,7 +47,16 @@ def main() -> int:
             continue
         line = done.stdout.strip().splitlines()[-1]
         report = json.loads(line)
-        print(model, "ready", report["ready_s"], "first token", report["first_token_s"], flush=True)
+        print(
+            model,
+            "ready",
+            report["ready_s"],
+            "first token",
+            report["first_token_s"],
+            "graphs",
+            report["prepare_s"],
+            flush=True,
+        )
         with (args.out / "engine.jsonl").open("a") as file:
             file.write(line + "\n")
     return min(failed, 1)

@@ -65,6 +65,10 @@ def run(
     started = time.perf_counter()
     drive(loop, Workload(1, 17, 4, vocab_size), first_rid=1 << 40)
     first_token_s = ready_s + time.perf_counter() - started
+    started = time.perf_counter()
+    while runner.prepare():
+        pass
+    prepare_s = time.perf_counter() - started
     freeze_heap()
     results = []
     for index, (num_requests, input_len, output_len) in enumerate(cases):
@@ -95,6 +99,7 @@ def run(
         "info": asdict(runner.info),
         "ready_s": round(ready_s, 3),
         "first_token_s": round(first_token_s, 3),
+        "prepare_s": round(prepare_s, 3),
         "cases": results,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),

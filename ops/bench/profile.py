@@ -69,6 +69,8 @@ def profile_steps(
     num_requests, input_len, output_len = case
     load = Workload(num_requests, input_len, output_len, runner.info.vocab_size)
     drive(loop, Workload(num_requests, input_len, 4, runner.info.vocab_size), first_rid=1 << 32)
+    while runner.prepare():
+        pass
     freeze_heap()
     recorder = Recorder()
     recorder.due.extend((0, submit) for submit in load.submits(1))
