@@ -16,7 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import rng
 from kernels.pdl import pdl_options
-from kernels.sampler_filter import MIN_TEMPERATURE, find_thresholds, order_key, scaled_logits
+from kernels.sampler_filter import FilterWorkspace, find_thresholds, new_filter_workspace
+from kernels.sampler_filter_math import MIN_TEMPERATURE, order_key, scaled_logits
 
 MAX_STOP_IDS = 8
 """Stop ids per row that min_tokens can hold back."""
@@ -59,18 +60,19 @@ def new_sampling_tables(num_rows: int, device: torch.device) -> SamplingTables:
     )
 
 
+_TILE = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class SamplerWorkspace:
-    """Scratch of one sampler call. partials float32 [S, 4, splits]; arrivals int32 [S], zero between calls;
-    threshold_keys, cut_ids int32 [S]."""
+    """Scratch of one sampler call.
+
+    partials float32 [S, 4, splits]; arrivals int32 [S], zero between calls; filters: of the search.
+    """
 
     partials: torch.Tensor
     arrivals: torch.Tensor
-    threshold_keys: torch.Tensor
-    cut_ids: torch.Tensor
-
-
-_TILE = 1024
+    filters: FilterWorkspace
 
 
 def new_sampler_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplerWorkspace:
@@ -79,8 +81,7 @@ def new_sampler_workspace(max_rows: int, vocab_size: int, device: torch.device) 
     return SamplerWorkspace(
         partials=torch.zeros(max_rows * 4 * max_splits, device=device),
         arrivals=torch.zeros(max_rows, dtype=torch.int32, device=device),
-        threshold_keys=torch.zeros(max_rows, dtype=torch.int32, device=device),
-        cut_ids=torch.zeros(max_rows, dtype=torch.int32, device=device),
+        filters=new_filter_workspace(max_rows, vocab_size, device),
     )
 
 
@@ -273,8 +274,7 @@ def sample(
     options = pdl_options(logits, pdl)
     if has_filters:
         find_thresholds(
-            workspace.threshold_keys,
-            workspace.cut_ids,
+            workspace.filters,
             logits,
             rows,
             positions,
@@ -297,8 +297,8 @@ def sample(
         params.seed,
         params.min_position,
         params.stop_ids,
-        workspace.threshold_keys,
-        workspace.cut_ids,
+        workspace.filters.threshold_keys,
+        workspace.filters.cut_ids,
         workspace.partials,
         workspace.arrivals,
         token_table,

@@ -11,6 +11,7 @@ from kernels.sampler import (
     sample,
     sample_ref,
 )
+from kernels.sampler_candidates import PART_CAPACITY
 from tests.kernels.test_kernels_paged_decode import ints
 from tests.kernels.util import DEVICE, DTYPES, IS_NATIVE, poisoned, randn
 
@@ -65,6 +66,31 @@ def test_tokens_equal_the_reference(dtype, has_filters) -> None:
             assert int(table[ROWS[i], positions[i]]) == int(out[i])
         assert int((table != -7).sum()) == len(live), "padding or another cell was written"
         assert int(out[4]) == -7
+
+
+def test_the_search_among_candidates_equals_the_reference() -> None:
+    """Peaked logits over nine parts of the vocabulary: no part overflows, so no row is read whole."""
+    vocab_size, entries = 9000, 5
+    params = new_sampling_tables(NUM_ROWS, torch.device(DEVICE))
+    params.temperature.fill_(0.9)
+    params.seed.copy_(torch.arange(NUM_ROWS))
+    params.top_k[:entries] = ints([5, 0, 8, 9, 3])
+    params.top_p[:entries] = torch.tensor([1.0, 0.6, 0.7, 1.0, 0.0])
+    params.min_p[3] = 0.05
+    logits = (randn(entries, vocab_size, seed=3) * 6).half()
+    rows = ints(list(range(entries)))
+    workspace = new_sampler_workspace(entries, vocab_size, torch.device(DEVICE))
+    for buffer in (workspace.filters.values, workspace.filters.maxima, workspace.filters.bounds):
+        buffer.fill_(float("nan"))
+    out = torch.zeros(entries, dtype=torch.int32, device=DEVICE)
+    bad = torch.zeros(entries, dtype=torch.int8, device=DEVICE)
+    table = torch.zeros(NUM_ROWS, 64, dtype=torch.int32, device=DEVICE)
+    for position in range(3):
+        positions = ints([position] * entries)
+        sample(out, bad, logits, rows, positions, params, table, workspace, True)
+        assert int(workspace.filters.counts.max()) <= PART_CAPACITY
+        expected, _ = sample_ref(logits, rows, positions, params)
+        assert out.tolist() == expected.tolist()
 
 
 def test_filters_keep_the_lower_ids_of_a_tie() -> None:
