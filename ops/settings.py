@@ -80,9 +80,6 @@ class Settings(BaseSettings):
     ring_bytes: int = Field(
         default=16 << 20, ge=1 << 16, description="size of each ring between broker and engine"
     )
-    hang_s: float = Field(
-        default=60.0, ge=1, le=3600, description="an engine that is silent this long is killed"
-    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="log level"
     )
