@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import stat
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,15 +73,20 @@ def is_local(endpoint: str) -> bool:
 
 
 def read_allow_list(path: Path) -> dict[bytes, str]:
-    """Lines of `public-key [tenant]`; `#` begins a comment. Raises InsecureBind for a bad line."""
+    """Lines of `public-key [tenant] [# comment]`, and whole lines of comment. Raises InsecureBind
+    for another line.
+    """
     tenants = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        if len(words) > 2 or not _is_key(words[0]):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue  # no key begins with `#`, but it may hold one: comments stand apart
+        key, *rest = words
+        comment = [at for at, word in enumerate(rest) if word.startswith("#")]
+        tenant = rest[: comment[0]] if comment else rest
+        if len(tenant) > 1 or not _is_key(key):
             raise InsecureBind(f"{path}:{number}: expected a Z85 public key and perhaps a tenant")
-        tenants[words[0].encode()] = words[1] if len(words) == 2 else ""
+        tenants[key.encode()] = tenant[0] if tenant else ""
     return tenants
 
 
@@ -99,7 +105,7 @@ def _is_key(text: str) -> bool:
         return False
     try:
         z85.decode(text)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, struct.error):  # the last: beyond 32 bits
         return False
     return True
 

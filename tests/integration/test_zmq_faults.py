@@ -260,6 +260,19 @@ def test_key_files_are_checked(tmp_path: Path, keys: dict[str, tuple[str, str]])
         read_allow_list(tmp_path / "allow")
 
 
+def test_a_key_may_hold_the_sign_that_begins_comments(tmp_path: Path) -> None:
+    key, other = (zmq.utils.z85.encode(n.to_bytes(4) * 8).decode() for n in (51_586_500, 84))
+    assert "#" in key
+    assert "#" in other
+    lines = [f"{key} team # ours", "# a comment", "#", "", f"  {other}  # no tenant"]
+    (tmp_path / "allow").write_text("\n".join(lines))
+    allowed = read_allow_list(tmp_path / "allow")
+    assert allowed == {key.encode(): "team", other.encode(): ""}
+    (tmp_path / "allow").write_text("#" * 40 + "\n" + "$" * 40)
+    with pytest.raises(InsecureBind, match="allow:2"):
+        read_allow_list(tmp_path / "allow")
+
+
 def test_zap_denies_other_mechanisms_and_unknown_keys(keys: dict[str, tuple[str, str]]) -> None:
     public = keys["friend"][0].encode()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
