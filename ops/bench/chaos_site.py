@@ -37,6 +37,12 @@ class Redis:
         """The direct way in, without a proxy."""
         return f"unix://{self.socket_path}"
 
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        assert self._process is not None, "redis is not started"
+        return self._process.pid
+
     def client(self) -> redis.Redis:
         """A connection for the auditor: replies as text."""
         return redis.Redis.from_url(self.url, decode_responses=True, socket_timeout=10)
