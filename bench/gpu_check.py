@@ -2,7 +2,8 @@
 
     python -m bench.gpu_check OUT_DIR [--steps tests,sweep,bench] [--seconds S]
 
-Logs and JSON go to OUT_DIR; a compact summary is printed last. Timings are refused when the tests fail.
+Logs and JSON go to OUT_DIR; a compact summary is printed last. Timings are refused when the tests
+fail.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ SWEEPS = (
 
 
 def run(log: Path, *command: str, limit_s: float = 240.0) -> int:
-    """Run a command with its output in a file; returns its exit code, -1 when it ran out of time."""
+    """Run a command with its output in a file; returns its exit code, -1 when it ran out of
+    time."""
     environment = os.environ | {"PYTHONPATH": ".", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as file:
         try:

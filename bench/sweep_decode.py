@@ -2,7 +2,8 @@
 
     python -m bench.sweep_decode [--compile-part I/N] [--seconds S]
 
-With --compile-part each configuration runs once on a tiny batch, so that N processes fill the compile cache.
+With --compile-part each configuration runs once on a tiny batch, so that N processes fill the
+compile cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Sweep of GEMV and small-M GEMM tiles; fills _GEMV_TILES and _SMALL_GEMM_TILES of kernels/tiles.py.
+"""Sweep of GEMV and small-M GEMM tiles; fills _GEMV_TILES and _SMALL_GEMM_TILES of
+kernels/tiles.py.
 
     python -m bench.sweep_gemm [--compile-part I/N] [--seconds S]
 
-Every layer is timed in a chain with itself (programmatic dependent launch, weights rotated), fused as in the model.
+Every layer is timed in a chain with itself (programmatic dependent launch, weights rotated),
+fused as in the model.
 """
 
 from __future__ import annotations

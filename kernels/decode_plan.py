@@ -1,10 +1,11 @@
 """The work list of decode attention, built on the device once per step from the sequence lengths.
 
 The context of a row is cut into tiles of fixed length and tiles into groups, both counted from
-position 0. A row's result is always the same nested fold: tiles into groups, groups into the row, in
-order. What varies with the load is only how much of that fold one work item does: a tile (few rows:
-use every multiprocessor), a group, or the whole row (many rows: no partial results). So the numbers
-do not depend on the batch, and the choice is made here, on the device, where the lengths are.
+position 0. A row's result is always the same nested fold: tiles into groups, groups into the row,
+in order. What varies with the load is only how much of that fold one work item does: a tile (few
+rows: use every multiprocessor), a group, or the whole row (many rows: no partial results). So the
+numbers do not depend on the batch, and the choice is made here, on the device, where the lengths
+are.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ GROUP_TILES = 16
 """Tiles in one group of the fold. Part of the numerics: changing it changes low bits."""
 
 NUM_COUNTS = 4
-"""int32 fields of DecodePlan.counts: number of items, then three unused to keep the row 16 bytes wide."""
+"""int32 fields of DecodePlan.counts: number of items, then three unused to keep the row 16 bytes
+wide."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Device buffers of a work list; allocated once per batch bucket, refilled every step.
 
-    items int32 [max_items, 4]: batch entry, first tile, end tile, slot of the partial result (-1: writes the output).
-    counts int32 [4]: number of items, then unused. entries int32 [B, 4]: first slot, number of items, first tile,
-    tiles per item. tile_tokens: length of a tile. num_programs: programs of the attention kernel.
-    max_slots: partial results that the workspace holds; it also bounds max_items.
+    items int32 [max_items, 4]: batch entry, first tile, end tile, slot of the partial result (-1:
+    writes the output). counts int32 [4]: number of items, then unused. entries int32 [B, 4]:
+    first slot, number of items, first tile, tiles per item. tile_tokens: length of a tile.
+    num_programs: programs of the attention kernel. max_slots: partial results that the workspace
+    holds; it also bounds max_items.
     """
 
     items: torch.Tensor
@@ -68,9 +71,11 @@ def _items_of(begins, ends, tiles, PER_ITEM: tl.constexpr):
 
 @triton.jit
 def _cost(items, share, longest, num_kv_heads, num_programs, max_slots, PER_ITEM: tl.constexpr):
-    """Estimated time of a step in tiles: the even share, a toll per round of items, and the last fold.
+    """Estimated time of a step in tiles: the even share, a toll per round of items, and the last
+    fold.
 
-    The tolls (0.2 tiles an item, 0.03 a partial result) were fitted to H200 timings at 64-token tiles.
+    The tolls (0.2 tiles an item, 0.03 a partial result) were fitted to H200 timings at 64-token
+    tiles.
     """
     total = tl.sum(items, axis=0)
     rounds = (total * num_kv_heads + num_programs - 1) // num_programs
@@ -95,7 +100,8 @@ def _plan_kernel(
     BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per entry. Each reads all lengths, agrees on the granularity and writes its own items."""
+    """One program per entry. Each reads all lengths, agrees on the granularity and writes its own
+    items."""
     entry = tl.program_id(0)
     entries = tl.arange(0, BLOCK_B)
     pdl_begin(PDL)

@@ -1,4 +1,5 @@
-"""Token embeddings, gathered through the device's token table: the host never sees the ids it feeds back."""
+"""Token embeddings, gathered through the device's token table: the host never sees the ids it feeds
+back."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def embed(
     positions: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """out[t] = weight[token_table[token_rows[t], positions[t]]]; zeros where token_rows[t] is negative (padding).
+    """out[t] = weight[token_table[token_rows[t], positions[t]]]; zeros where token_rows[t] is
+    negative (padding).
 
     Args:
         out: [T, N], last dimension contiguous; written.

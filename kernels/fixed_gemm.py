@@ -1,7 +1,9 @@
-"""GEMM whose rows do not depend on the batch: the tiles and the order of the sum are fixed, whatever M is.
+"""GEMM whose rows do not depend on the batch: the tiles and the order of the sum are fixed,
+whatever M is.
 
-For the deterministic mode. Every row is summed over K in steps of BLOCK_K by the same matrix instruction, without
-splitting K; only the number of row tiles varies with M. Programs of a group share weight tiles through the L2 cache.
+For the deterministic mode. Every row is summed over K in steps of BLOCK_K by the same matrix
+instruction, without splitting K; only the number of row tiles varies with M. Programs of a group
+share weight tiles through the L2 cache.
 """
 
 from __future__ import annotations
@@ -84,10 +86,12 @@ def fixed_linear(
     pdl: bool = False,
     tile: FixedGemmTile | None = None,
 ) -> None:
-    """out = x W^T + bias + residual; a row's bits depend on that row of x only, not on M or its place.
+    """out = x W^T + bias + residual; a row's bits depend on that row of x only, not on M or its
+    place.
 
     Args:
-        out: [M, N], last dimension contiguous, float32 or the dtype of x; written. May be residual, not x.
+        out: [M, N], last dimension contiguous, float32 or the dtype of x; written. May be
+            residual, not x.
         x: [M, K], last dimension contiguous. weight: [N, K], last dimension contiguous, dtype of x.
         bias: [N]. residual: [M, N], last dimension contiguous.
         pdl: launch while the kernel before still runs.

@@ -1,8 +1,8 @@
 """Matrix times vector for one decode row, with its neighbours fused and its weights read ahead.
 
-Bound by the bytes of the weights. One program computes BLOCK_N outputs over the whole K with wide tiles and float32
-accumulators, and one sum at the end. With programmatic dependent launch the first weight tile is in flight before the
-wait for the kernel that makes x.
+Bound by the bytes of the weights. One program computes BLOCK_N outputs over the whole K with wide
+tiles and float32 accumulators, and one sum at the end. With programmatic dependent launch the
+first weight tile is in flight before the wait for the kernel that makes x.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def gemv(
     pdl: bool = True,
     tile: GemvTile | None = None,
 ) -> None:
-    """out = f(x) W^T + bias + residual for one row; see small_gemm.small_linear for f, glu and the rest.
+    """out = f(x) W^T + bias + residual for one row; see small_gemm.small_linear for f, glu and
+    the rest.
 
     Args:
         out: [1, N] contiguous, float32 or the dtype of x; written. May be residual.

@@ -1,7 +1,8 @@
 """Per-token inputs of a step, built on the device from one entry per sequence.
 
-A batch entry names a stable row of the device's state tables; negative rows are padding. This kernel expands entries
-into what the per-token kernels read: row, position and cache slot of every token, and each sequence's length.
+A batch entry names a stable row of the device's state tables; negative rows are padding. This
+kernel expands entries into what the per-token kernels read: row, position and cache slot of every
+token, and each sequence's length.
 """
 
 from __future__ import annotations
@@ -70,12 +71,14 @@ def expand_inputs(
     """Expand batch entries into tokens.
 
     Args:
-        token_rows, positions, slots: int32 [T]; written: state row (-1 padding), absolute position, and slot
+        token_rows, positions, slots: int32 [T]; written: state row (-1 padding), absolute
+            position, and slot
             block_id * block_size + offset of each token in the paged cache (-1 padding).
         seq_lens: int32 [R]; written: num_computed plus the new tokens; 0 for padding.
         rows: int32 [R], state row of each entry; negative: padding.
         num_computed: int32 [R], tokens whose KV is in the cache before the step.
-        cu_seqlens_q: int32 [R + 1], where each entry's new tokens begin; increasing, last value <= T. A decode batch
+        cu_seqlens_q: int32 [R + 1], where each entry's new tokens begin; increasing, last value <=
+            T. A decode batch
             is 0, 1, 2, ..., R. Tokens from the last value on are not written.
         block_tables: int32 [max rows, max blocks].
         block_size: tokens per block.
@@ -110,7 +113,8 @@ def expand_inputs_ref(
     block_tables: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in torch: (token_rows, positions, slots, seq_lens) for the tokens below cu_seqlens_q[-1]."""
+    """The same in torch: (token_rows, positions, slots, seq_lens) for the tokens below
+    cu_seqlens_q[-1]."""
     counts = cu_seqlens_q.diff()
     entry = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts.long())
     offset = torch.arange(len(entry), device=rows.device) - cu_seqlens_q[entry]

@@ -1,4 +1,5 @@
-"""RMSNorm with the residual addition before it. Reads and writes each row once, arithmetic in float32."""
+"""RMSNorm with the residual addition before it. Reads and writes each row once, arithmetic in
+float32."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """out = h / sqrt(mean(h^2) + eps) * weight, with h = x + residual where a residual is given (h is kept in it).
+    """out = h / sqrt(mean(h^2) + eps) * weight, with h = x + residual where a residual is given
+    (h is kept in it).
 
     Args:
         out: [T, N], last dimension contiguous; written. May be x.

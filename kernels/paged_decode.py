@@ -1,11 +1,12 @@
-"""Decode attention over a paged KV cache: one query token per sequence, GQA heads packed into the M of the dot.
+"""Decode attention over a paged KV cache: one query token per sequence, GQA heads packed into the
+M of the dot.
 
 A persistent grid walks the work list of kernels/decode_plan.py. A row with one item writes its
-output directly; of a row with several, each item leaves an fp32 partial result, which a small second
-kernel folds in order of position (it returns at once for the others). The fold is the same code
-wherever it runs, with its multiply-adds written out, so a row's result is bit for bit the same in
-every batch. Folding in the last item to arrive instead of a second kernel cost 15 to 70 us an item
-on an H200 under load (a fence each), and registers.
+output directly; of a row with several, each item leaves an fp32 partial result, which a small
+second kernel folds in order of position (it returns at once for the others). The fold is the same
+code wherever it runs, with its multiply-adds written out, so a row's result is bit for bit the
+same in every batch. Folding in the last item to arrive instead of a second kernel cost 15 to 70
+us an item on an H200 under load (a fence each), and registers.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Partial results of rows with several items; shared by all layers, never read before it is written.
+    """Partial results of rows with several items; shared by all layers, never read before it is
+    written.
 
-    acc float32 [max_slots, HQ, D]; max_sum float32 [max_slots, HQ, 2]: running maximum (base 2) and sum.
+    acc float32 [max_slots, HQ, D]; max_sum float32 [max_slots, HQ, 2]: running maximum (base 2)
+    and sum.
     """
 
     acc: torch.Tensor
@@ -51,7 +54,8 @@ def new_decode_workspace(
 
 @triton.jit
 def _fold(m, l, acc, m_next, l_next, acc_next):
-    """Join two partial softmax results in base 2; exact where one of them is empty (m = -inf, l = 0, acc = 0)."""
+    """Join two partial softmax results in base 2; exact where one of them is empty (m = -inf, l =
+    0, acc = 0)."""
     m_new = tl.maximum(m, m_next)
     reference = tl.where(m_new == float("-inf"), 0.0, m_new)
     a = tl.exp2(m - reference)
@@ -220,7 +224,8 @@ def _paged_decode_kernel(
         prefetch_l2(k_ptr + offsets[:, None] + lines[None, :])
         prefetch_l2(v_ptr + offsets[:, None] + lines[None, :])
         gdc_wait()
-    # Both ends of the item in one value: Triton 3.6 (tritongpu pipelining) takes a carried value that
+    # Both ends of the item in one value: Triton 3.6 (tritongpu pipelining) takes a carried value
+    # that
     # is the lower bound of the inner loop for a constant, and then works on the wrong tiles.
     span = (tile_begin.to(tl.int64) << 32) | tile_end.to(tl.int64)
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
@@ -288,7 +293,8 @@ def _reduce_kernel(
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Fold the partial results of one head of one row as `_fold_tiles` would have folded its tiles."""
+    """Fold the partial results of one head of one row as `_fold_tiles` would have folded its
+    tiles."""
     entry = tl.program_id(0)
     head = tl.program_id(1)
     if PDL:
@@ -351,13 +357,15 @@ def paged_decode(
     pdl: bool = False,
     tile: DecodeTile | None = None,
 ) -> None:
-    """out[b] = softmax(q[b] K^T * scale) V over the cached tokens of entry b, for one new token per entry.
+    """out[b] = softmax(q[b] K^T * scale) V over the cached tokens of entry b, for one new token
+    per entry.
 
-    Entries with seq_len 0 are not in the plan: their output is left alone. The new token's k and v
-    must be in the cache. The result of an entry depends on its own tokens only, to the last bit.
-    With pdl, the plan, lengths, rows and block tables are read before the wait for the kernel
-    before: they must have been written by work that a launch without pdl has waited for since (that
-    launch may be plan_decode itself, when at least one kernel lies between it and this one).
+    Entries with seq_len 0 are not in the plan: their output is left alone. The new token's k and
+    v must be in the cache. The result of an entry depends on its own tokens only, to the last
+    bit. With pdl, the plan, lengths, rows and block tables are read before the wait for the
+    kernel before: they must have been written by work that a launch without pdl has waited for
+    since (that launch may be plan_decode itself, when at least one kernel lies between it and
+    this one).
 
     Args:
         out: [B, HQ, D], last two dimensions contiguous; written.
@@ -365,7 +373,8 @@ def paged_decode(
         k_cache, v_cache: [num_blocks, block_size, HKV, D], contiguous, dtype of q.
         block_tables: int32 [max rows, max blocks].
         rows: int32 [B], row of each entry in block_tables.
-        seq_lens: int32 [B], tokens of each entry including the new one; the lengths `plan` was filled for.
+        seq_lens: int32 [B], tokens of each entry including the new one; the lengths `plan` was
+            filled for.
         plan: filled by plan_decode with the same window, and the same tile length.
         workspace: from new_decode_workspace for this plan.
         scale: usually D ** -0.5.

@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel may start while the one before it still runs.
 
-A kernel built with PDL announces its dependents first, loads what depends on nothing (weights), then waits for its
-predecessor. Every kernel of a chain must wait, also one that reads nothing of its predecessor: the next one's wait
-covers only this one. Hopper and newer; elsewhere, and in the interpreter, the constexpr PDL is false.
+A kernel built with PDL announces its dependents first, loads what depends on nothing (weights),
+then waits for its predecessor. Every kernel of a chain must wait, also one that reads nothing of
+its predecessor: the next one's wait covers only this one. Hopper and newer; elsewhere, and in the
+interpreter, the constexpr PDL is false.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def is_pdl_supported(device_index: int) -> bool:
 
 
 def pdl_options(tensor: torch.Tensor, wanted: bool) -> dict[str, Any]:
-    """Launch keywords that switch programmatic dependent launch on for kernels that write `tensor`."""
+    """Launch keywords that switch programmatic dependent launch on for kernels that write
+    `tensor`."""
     if wanted and tensor.is_cuda and is_pdl_supported(tensor.device.index or 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -31,7 +33,8 @@ def pdl_options(tensor: torch.Tensor, wanted: bool) -> dict[str, Any]:
 
 @triton.jit
 def pdl_begin(PDL: tl.constexpr):
-    """First statement of a kernel without anything to prefetch: let the next one start, then wait."""
+    """First statement of a kernel without anything to prefetch: let the next one start, then
+    wait."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -39,7 +42,8 @@ def pdl_begin(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch_l2(pointers):
-    """Ask for the cache lines at `pointers` (any block of pointers, one a line); no result, no wait."""
+    """Ask for the cache lines at `pointers` (any block of pointers, one a line); no result, no
+    wait."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

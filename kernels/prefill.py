@@ -1,8 +1,9 @@
-"""Prompt attention: packed new tokens of many sequences against their paged context, cached prefix included.
+"""Prompt attention: packed new tokens of many sequences over paged context, cached prefix included.
 
-One program takes BLOCK_Q tokens of one sequence with the whole GQA group of one kv head packed into M, so each key
-tile is read once per group. All keys, the new ones too, come from the cache. Tiles start at position 0 of the
-sequence whatever the chunk, so a token's result does not depend on how its prompt was cut.
+One program takes BLOCK_Q tokens of one sequence with the whole GQA group of one kv head packed
+into M, so each key tile is read once per group. All keys, the new ones too, come from the cache.
+Tiles start at position 0 of the sequence whatever the chunk, so a token's result does not depend
+on how its prompt was cut.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kernels.tiles import PrefillTile, prefill_tile
 
 @triton.jit
 def _find_entry(cu_seqlens_ptr, block, batch_size, BLOCK_Q: tl.constexpr):
-    """Entry whose query blocks contain `block`: entry e begins at block cu[e] // BLOCK_Q + e, spare blocks included."""
+    """Entry whose query blocks contain `block`: entry e begins at block cu[e] // BLOCK_Q + e, spare
+    blocks included."""
     low = 0
     high = batch_size
     while low < high:
@@ -148,11 +150,13 @@ def prefill_attention(
     window: int = 0,
     tile: PrefillTile | None = None,
 ) -> None:
-    """Causal attention of packed new tokens; entry b owns tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1.
+    """Causal attention of packed new tokens; entry b owns tokens cu_seqlens_q[b] ..
+    cu_seqlens_q[b + 1] - 1.
 
-    Entry b's last new token has position seq_lens[b] - 1; positions before its first new token are the cached prefix.
-    Keys and values of the new tokens must be in the cache. Entries with seq_len 0 are padding and write nothing; so
-    do tokens from cu_seqlens_q[R] on. No length is read on the host: the grid is bounded by T and R.
+    Entry b's last new token has position seq_lens[b] - 1; positions before its first new token
+    are the cached prefix. Keys and values of the new tokens must be in the cache. Entries with
+    seq_len 0 are padding and write nothing; so do tokens from cu_seqlens_q[R] on. No length is
+    read on the host: the grid is bounded by T and R.
 
     Args:
         out: [T, HQ, D], last two dimensions contiguous; written.

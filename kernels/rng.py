@@ -1,13 +1,13 @@
 """The sampler's random numbers: Gumbel noise from a counter, keyed by (seed, position, token id).
 
-Philox-4x32-10 has no state: the noise of a token depends on nothing but these three, so a row draws
-the same token in any batch, after a preemption and after a restart. NumPy and torch references and
-a Triton device function.
+Philox-4x32-10 has no state: the noise of a token depends on nothing but these three, so a row
+draws the same token in any batch, after a preemption and after a restart. NumPy and torch
+references and a Triton device function.
 
-Formula: x = first word of Philox(key = seed, counter = (token id, position, 0, 0));
-u = ((x >> 9) + 0.5) * 2^-23; g = -log(-log(u)). 23 bits and not 24, because n + 0.5 is then exact
-in float32: with 24 bits the largest word would round to u = 1 and g to infinity, once in 2^24
-tokens, which a vocabulary of 150,000 meets every hundred samples.
+Formula: x = first word of Philox(key = seed, counter = (token id, position, 0, 0)); u = ((x >> 9)
++ 0.5) * 2^-23; g = -log(-log(u)). 23 bits and not 24, because n + 0.5 is then exact in float32:
+with 24 bits the largest word would round to u = 1 and g to infinity, once in 2^24 tokens, which a
+vocabulary of 150,000 meets every hundred samples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rotary embedding, optional q/k norm and the KV write, in one pass over packed qkv rows.
 
-q heads are rotated in place, k heads go rotated into the paged cache, v heads are copied there. Rotation is the half-split form (Llama, Qwen): pairs are (i, i + D/2).
+q heads are rotated in place, k heads go rotated into the paged cache, v heads are copied there.
+Rotation is the half-split form (Llama, Qwen): pairs are (i, i + D/2).
 """
 
 from __future__ import annotations
@@ -94,15 +95,19 @@ def rope_kv_write(
     eps: float = 1e-6,
     pdl: bool = False,
 ) -> None:
-    """Rotate q in place; norm and rotate k and copy v into the paged cache. Tokens with slot -1 are left alone.
+    """Rotate q in place; norm and rotate k and copy v into the paged cache. Tokens with slot -1
+    are left alone.
 
     Args:
-        qkv: [T, (HQ + 2 HKV) * D], last dimension contiguous: q heads, k heads, v heads. q is overwritten.
-        k_cache, v_cache: [num_blocks, block_size, HKV, D], contiguous, dtype of qkv; slots are written.
+        qkv: [T, (HQ + 2 HKV) * D], last dimension contiguous: q heads, k heads, v heads. q is
+            overwritten.
+        k_cache, v_cache: [num_blocks, block_size, HKV, D], contiguous, dtype of qkv; slots are
+            written.
         cos, sin: float32 [max_len, D / 2], contiguous.
         positions: int32 [T]. slots: int32 [T], block_id * block_size + offset, or -1.
         num_q_heads: HQ.
-        q_norm, k_norm: [D] weights of the RMS norm over each head before the rotation; both or none.
+        q_norm, k_norm: [D] weights of the RMS norm over each head before the rotation; both or
+            none.
         eps: of that norm.
         pdl: launch while the kernel before still runs.
     """

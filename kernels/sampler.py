@@ -1,8 +1,10 @@
-"""The sampler: filters, Gumbel noise, argmax and hand-over to the token table, without a sort or a host sync.
+"""The sampler: filters, Gumbel noise, argmax and hand-over to the token table, without a sort or
+a host sync.
 
-A token is argmax(logit / T + g) over the tokens that the filters keep, ties to the lower id; g is the noise of
-kernels/rng.py for (seed, position, token id), or 0 for greedy rows. The filters' thresholds are found by a search
-over the bit patterns of the scaled logits (kernels/sampler_filter.py), and only for rows that ask.
+A token is argmax(logit / T + g) over the tokens that the filters keep, ties to the lower id; g is
+the noise of kernels/rng.py for (seed, position, token id), or 0 for greedy rows. The filters'
+thresholds are found by a search over the bit patterns of the scaled logits
+(kernels/sampler_filter.py), and only for rows that ask.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ _GUMBEL_MAX = tl.constexpr(rng.GUMBEL_MAX)
 class SamplingTables:
     """Sampling parameters on the device, indexed by stable row.
 
-    temperature float32 [rows], below 1e-5: greedy. top_k int32 [rows], 0: off. top_p float32 [rows], 1: off. min_p
-    float32 [rows], 0: off. seed int64 [rows]. min_position int32 [rows]: stop ids are not sampled at positions below
-    it. stop_ids int32 [rows, MAX_STOP_IDS], padded with -1.
+    temperature float32 [rows], below 1e-5: greedy. top_k int32 [rows], 0: off. top_p float32
+    [rows], 1: off. min_p float32 [rows], 0: off. seed int64 [rows]. min_position int32 [rows]:
+    stop ids are not sampled at positions below it. stop_ids int32 [rows, MAX_STOP_IDS], padded
+    with -1.
     """
 
     temperature: torch.Tensor
@@ -251,13 +254,15 @@ def sample(
     out_logprobs: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Sample one token per entry and write it to out_tokens and to token_table[rows[s], positions[s]].
+    """Sample one token per entry and write it to out_tokens and to token_table[rows[s],
+    positions[s]].
 
     Entries with a negative row are padding: nothing is written for them.
 
     Args:
         out_tokens: int32 [S]; written. 0 where out_bad.
-        out_bad: int8 [S]; written: 1 where the row's logits hold a NaN or +inf, or nothing finite is left.
+        out_bad: int8 [S]; written: 1 where the row's logits hold a NaN or +inf, or nothing finite
+            is left.
         logits: [S, V], any float type, last dimension contiguous.
         rows: int32 [S], stable rows, or -1.
         positions: int32 [S], position of the token to be sampled; below token_table's width.
@@ -320,7 +325,8 @@ def sample(
 def sample_ref(
     logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingTables
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch, with sorts: (tokens int32 [S], log-probabilities float32 [S]); padding gives -1."""
+    """The same in torch, with sorts: (tokens int32 [S], log-probabilities float32 [S]); padding
+    gives -1."""
     tokens, logprobs = [], []
     ids = torch.arange(logits.shape[1], device=logits.device)
     for entry, row in enumerate(rows.tolist()):
@@ -351,7 +357,8 @@ def sample_ref(
 
 
 def _filtered_ref(x: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """x with -inf where top_k, then top_p, then min_p drop a token; ties are kept from the lower id up."""
+    """x with -inf where top_k, then top_p, then min_p drop a token; ties are kept from the lower id
+    up."""
     order = torch.sort(x, descending=True, stable=True).indices
     is_kept = torch.ones_like(order, dtype=torch.bool)
     if top_k > 0:

@@ -1,9 +1,10 @@
 """The few tokens that a filter's threshold can be among, gathered before the search for it.
 
-The survey, over parts of the vocabulary, leaves each part's maximum and sum of exponentials. From the maxima alone follows a bound below every possible threshold: the k-th largest maximum has at
-least k tokens at or above it, and the largest maxima hold at least their own probability. Only tokens at or above the
-bound are collected. A part that has more than PART_CAPACITY of them marks its row as overflowed: the search then reads
-the whole row.
+The survey, over parts of the vocabulary, leaves each part's maximum and sum of exponentials. From
+the maxima alone follows a bound below every possible threshold: the k-th largest maximum has at
+least k tokens at or above it, and the largest maxima hold at least their own probability. Only
+tokens at or above the bound are collected. A part that has more than PART_CAPACITY of them marks
+its row as overflowed: the search then reads the whole row.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def bound_kernel(
     BLOCK_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row: a value that no threshold of its filters is below; -inf: none was found."""
+    """One program per row: a value that no threshold of its filters is below; -inf: none was
+    found."""
     entry = tl.program_id(0)
     pdl_begin(PDL)
     row = tl.load(row_ptr + entry)
@@ -124,7 +126,8 @@ def collect_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Candidates of one part: values and ids in order of id, and their number (too many: no bound)."""
+    """Candidates of one part: values and ids in order of id, and their number (too many: no
+    bound)."""
     entry = tl.program_id(0)
     part = tl.program_id(1)
     pdl_begin(PDL)

@@ -1,9 +1,9 @@
 """Thresholds of top_k, top_p and min_p, by a search over bit patterns: exact, and without a sort.
 
-Floats are compared through order-preserving integers. Each pass counts tokens and adds up probability above three
-pivots, which leaves a quarter of the range; the search ends as soon as the kept set cannot change. It reads the
-candidates of kernels/sampler_candidates.py, or the whole row where those overflowed. Among tokens equal to the
-threshold the lower ids are kept.
+Floats are compared through order-preserving integers. Each pass counts tokens and adds up
+probability above three pivots, which leaves a quarter of the range; the search ends as soon as
+the kept set cannot change. It reads the candidates of kernels/sampler_candidates.py, or the whole
+row where those overflowed. Among tokens equal to the threshold the lower ids are kept.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kernels.sampler_filter_math import MIN_TEMPERATURE, load_scaled, order_key
 class FilterWorkspace:
     """Scratch of the search, for S rows and P parts of the vocabulary.
 
-    maxima, sums float32 [S * P]; counts int32 [S * P]; values float32, ids int32 [S * P * PART_CAPACITY];
-    bounds float32 [S]; threshold_keys, cut_ids int32 [S]: the result.
+    maxima, sums float32 [S * P]; counts int32 [S * P]; values float32, ids int32 [S * P *
+    PART_CAPACITY]; bounds float32 [S]; threshold_keys, cut_ids int32 [S]: the result.
     """
 
     maxima: torch.Tensor
@@ -102,7 +102,8 @@ def _above(
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Tokens at or above three ascending pivots, among those that (threshold, cut) keep: counts and masses."""
+    """Tokens at or above three ascending pivots, among those that (threshold, cut) keep: counts and
+    masses."""
     count_0 = tl.zeros([TILE], tl.int32)
     count_1 = tl.zeros([TILE], tl.int32)
     count_2 = tl.zeros([TILE], tl.int32)
@@ -178,7 +179,8 @@ def _search(
     cut = tl.full([], 2147483647, tl.int32)
     for search in range(2):
         if tl.where(search == 0, by_count, by_mass):
-            # Invariant: the set at or above `low` is large enough, the one at or above `high` is not.
+            # Invariant: the set at or above `low` is large enough, the one at or above `high` is
+            # not.
             low = threshold.to(tl.int64)
             high = order_key(top).to(tl.int64) + 1
             high_count = tl.full([], 0, tl.int32)
@@ -219,7 +221,8 @@ def _search(
             found = low.to(tl.int32)
             tied = low_count - high_count
             if is_needed & (tied > 1):
-                # The search went down to one bit pattern, shared by `tied` tokens: how many of them?
+                # The search went down to one bit pattern, shared by `tied` tokens: how many of
+                # them?
                 weight = (low_mass - high_mass) / tied
                 by_weight = tl.ceil((target - high_mass) / weight).to(tl.int32)
                 wanted = tl.where(search == 0, top_k - high_count, by_weight)
@@ -333,10 +336,12 @@ def find_thresholds(
     stop_ids: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """Find what the filters keep: tokens with key > threshold, and those with key == threshold and id <= cut.
+    """Find what the filters keep: tokens with key > threshold, and those with key == threshold
+    and id <= cut.
 
     Args:
-        workspace: threshold_keys and cut_ids are the result. Greedy and unfiltered rows keep everything.
+        workspace: threshold_keys and cut_ids are the result. Greedy and unfiltered rows keep
+            everything.
         logits: [S, V]. rows, positions: int32 [S]. The rest: SamplingTables.
         pdl: launch while the kernel before still runs.
     """

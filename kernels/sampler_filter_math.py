@@ -18,7 +18,8 @@ def order_key(x):
 
 @triton.jit
 def scaled_logits(raw, ids, temperature, holds_stops, stop_at, NUM_STOP: tl.constexpr):
-    """raw / T (raw for greedy rows), -inf for NaN, +inf and for stop ids that min_tokens holds back."""
+    """raw / T (raw for greedy rows), -inf for NaN, +inf and for stop ids that min_tokens holds
+    back."""
     divisor = tl.where(temperature < MIN_TEMPERATURE, 1.0, temperature)
     is_right = (raw == raw) & (raw < float("inf"))
     raw = tl.where(is_right, raw, float("-inf"))

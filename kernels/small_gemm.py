@@ -1,8 +1,9 @@
-"""Linear layers of a small decode batch: memory-bound GEMM with its neighbours fused and its weights read ahead.
+"""Linear layers of a small decode batch: memory-bound GEMM with its neighbours fused and its
+weights read ahead.
 
-The tensor cores see x (times the norm's weight) in its own type; the norm's row scale multiplies the float32 sum. For
-N too small to fill the GPU, K is split: each program leaves a partial tile, the last of a tile to arrive adds them up
-in order, so results do not vary from run to run.
+The tensor cores see x (times the norm's weight) in its own type; the norm's row scale multiplies
+the float32 sum. For N too small to fill the GPU, K is split: each program leaves a partial tile,
+the last of a tile to arrive adds them up in order, so results do not vary from run to run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ WORKSPACE_TILES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class GemmWorkspace:
-    """Partial tiles of split-K, shared by all layers. partials float32; arrivals int32, zero between calls."""
+    """Partial tiles of split-K, shared by all layers. partials float32; arrivals int32, zero
+    between calls."""
 
     partials: torch.Tensor
     arrivals: torch.Tensor
@@ -175,20 +177,24 @@ def small_linear(
     pdl: bool = True,
     tile: SmallGemmTile | None = None,
 ) -> None:
-    """out = f(x) W^T + bias + residual, for at most MAX_SMALL_M rows; glu: silu(f(x) Wg^T) * f(x) Wu^T.
+    """out = f(x) W^T + bias + residual, for at most MAX_SMALL_M rows; glu: silu(f(x) Wg^T) * f(x)
+    Wu^T.
 
-    f is the identity; RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight where norm_weight is given; or
-    silu(x[:, :K]) * x[:, K:] where silu is set. Use glu on the gate and up projections rather than
-    silu on the down projection: there every program would repeat the activation of the whole row.
+    f is the identity; RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight where norm_weight is
+    given; or silu(x[:, :K]) * x[:, K:] where silu is set. Use glu on the gate and up projections
+    rather than silu on the down projection: there every program would repeat the activation of
+    the whole row.
 
     Args:
-        out: [M, N], last dimension contiguous, float32 or the dtype of x; written. May be residual, not x.
+        out: [M, N], last dimension contiguous, float32 or the dtype of x; written. May be
+            residual, not x.
         x: [M, K], or [M, 2 K] when silu; last dimension contiguous.
         weight: [N, K], or [2 N, K] with the gate's rows first when glu; last dimension contiguous,
             dtype of x.
         workspace: from new_gemm_workspace; one per stream.
         bias: [N], not with glu. norm_weight: [K].
-        norm_scratch: [M, K] of x's dtype; overwritten. For more than one row the norm then runs as a
+        norm_scratch: [M, K] of x's dtype; overwritten. For more than one row the norm then runs as
+            a
             launch of its own (2 us, where repeating it in every program costs 5 to 60 on an H200).
         residual: [M, N], last dimension contiguous.
         eps: of the norm. pdl: launch while the kernel before still runs.

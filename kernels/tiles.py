@@ -1,6 +1,8 @@
-"""Tile choices: tables filled by the sweeps in bench/, read at launch. Nothing is tuned while serving.
+"""Tile choices: tables filled by the sweeps in bench/, read at launch. Nothing is tuned while
+serving.
 
-Measured on one H200 unless a line says otherwise. A shape that is not in a table gets the nearest rule below it.
+Measured on one H200 unless a line says otherwise. A shape that is not in a table gets the nearest
+rule below it.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """Decode attention: tokens per tile (part of the numerics), warps, pipeline stages, programs per processor,
-    registers per thread (0: as the compiler likes)."""
+    """Decode attention: tokens per tile (part of the numerics), warps, pipeline stages, programs
+    per processor, registers per thread (0: as the compiler likes)."""
 
     tile_tokens: int
     num_warps: int
@@ -44,7 +46,8 @@ def decode_tile(head_dim: int, group_heads: int, dtype: torch.dtype) -> DecodeTi
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """Prompt attention: rows of the dot (tokens times group heads), keys per tile, warps, stages."""
+    """Prompt attention: rows of the dot (tokens times group heads), keys per tile, warps,
+    stages."""
 
     block_m: int
     block_n: int
@@ -107,7 +110,8 @@ def gemv_tile(n: int, k: int) -> GemvTile:
 
 @dataclass(frozen=True, slots=True)
 class SmallGemmTile:
-    """Small-M GEMM: outputs per program, K per tile, parts of K, warps, stages, tiles asked for before the wait."""
+    """Small-M GEMM: outputs per program, K per tile, parts of K, warps, stages, tiles asked for
+    before the wait."""
 
     block_n: int
     block_k: int
@@ -118,7 +122,8 @@ class SmallGemmTile:
 
 
 _SMALL_GEMM_TILES: dict[tuple[int, int, int], SmallGemmTile] = {
-    # (M bucket, N, K); bench/sweep_gemm.py on one H200, bf16, fused as in the model, at M = 8 and 64
+    # (M bucket, N, K); bench/sweep_gemm.py on one H200, bf16, fused as in the model, at M = 8 and
+    # 64
     (16, 576, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.52 us, 0.26 TB/s
     (64, 576, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.8 us, 0.24 TB/s
     (16, 960, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.48 us, 0.45 TB/s
@@ -168,8 +173,10 @@ def small_gemm_tile(m: int, n: int, k: int) -> SmallGemmTile:
 def use_small_gemm(m: int, n: int, k: int) -> bool:
     """Whether small_linear beats cuBLAS and separate neighbours for m rows and a weight [n, k].
 
-    Chains of whole layers on one H200, ours with norm, activation and residual against cuBLAS's GEMMs
-    alone: Qwen3-0.6B 362 / 657 / 626 us at M = 1 / 8 / 64 against 882 / 689 / 732; Qwen3-8B (12 layers)
+    Chains of whole layers on one H200, ours with norm, activation and residual against cuBLAS's
+    GEMMs
+    alone: Qwen3-0.6B 362 / 657 / 626 us at M = 1 / 8 / 64 against 882 / 689 / 732; Qwen3-8B (12
+        layers)
     1,108 / 1,279 / 1,371 against 1,288 / 1,359 / 1,327, where the separate neighbours cost 60 more.
     """
     return m <= 64 and n * k > 0
@@ -177,7 +184,8 @@ def use_small_gemm(m: int, n: int, k: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FixedGemmTile:
-    """Batch-invariant GEMM: block_k and the instruction are part of the numerics, the rest is speed."""
+    """Batch-invariant GEMM: block_k and the instruction are part of the numerics, the rest is
+    speed."""
 
     block_m: int
     block_n: int
@@ -187,7 +195,8 @@ class FixedGemmTile:
 
 
 def fixed_gemm_tile(m: int, n: int, dtype: torch.dtype) -> FixedGemmTile:
-    """Tile of fixed_linear. Every choice runs 64-row matrix instructions over K in the same steps."""
+    """Tile of fixed_linear. Every choice runs 64-row matrix instructions over K in the same
+    steps."""
     if dtype.itemsize == 4:
         return FixedGemmTile(64, 64, 32, 4, 2)
     if m <= 64:

@@ -182,7 +182,8 @@ def decode_rows(
 
 
 def linear_rows(shape: ModelShape, m: int) -> Iterator[Row]:
-    """small_linear of each layer beside cuBLAS, weights rotated; gate_up with its activation fused."""
+    """small_linear of each layer beside cuBLAS, weights rotated; gate_up with its activation
+    fused."""
     workspace = new_gemm_workspace(DEVICE)
     for name, n, k in [*shape.linear_layers, ("head", shape.vocab_size, shape.hidden)]:
         glu = name == "gate_up"
@@ -202,7 +203,8 @@ def linear_rows(shape: ModelShape, m: int) -> Iterator[Row]:
 
 
 def chain_row(shape: ModelShape, m: int, num_layers: int) -> Row:
-    """The linear layers of several blocks in a row, norm, SiLU and residual fused, beside cuBLAS's GEMMs alone."""
+    """The linear layers of several blocks in a row, norm, SiLU and residual fused, beside cuBLAS's
+    GEMMs alone."""
     workspace = new_gemm_workspace(DEVICE)
     blocks = [
         [random(n, k, scale=k**-0.5) for _, n, k in shape.linear_layers] for _ in range(num_layers)
@@ -327,7 +329,8 @@ def small_kernel_rows(shape: ModelShape, m: int) -> Iterator[Row]:
 
 
 def sampler_row(m: int, vocab_size: int, kind: str) -> Row:
-    """The sampler on peaked logits, greedy, random, or with top_k 50 and top_p 0.9, beside argmax."""
+    """The sampler on peaked logits, greedy, random, or with top_k 50 and top_p 0.9, beside
+    argmax."""
     logits = torch.randn(m, vocab_size, device=DEVICE).mul(3.0).to(DTYPE)
     params = new_sampling_tables(m, DEVICE)
     if kind != "greedy":

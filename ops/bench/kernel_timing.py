@@ -1,4 +1,5 @@
-"""Timing of kernels: medians over CUDA graph replays, with inputs rotated so that the L2 cache does not hold them."""
+"""Timing of kernels: medians over CUDA graph replays, with inputs rotated so that the L2 cache does
+not hold them."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ def time_calls(calls: list[Callable[[], None]], replays: int = 15, min_calls: in
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. floor_us: bytes over the copy rate or operations over the matmul rate, whichever is
-    longer. baseline_us: torch beside it, NaN where there is none."""
+    """One line of the table. floor_us: bytes over the copy rate or operations over the matmul rate,
+    whichever is longer. baseline_us: torch beside it, NaN where there is none."""
 
     name: str
     timing: Timing

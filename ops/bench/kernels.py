@@ -1,6 +1,8 @@
-"""`tokenbus bench kernels`: microseconds of every kernel on real shapes, its floor, and torch beside it.
+"""`tokenbus bench kernels`: microseconds of every kernel on real shapes, its floor, and torch
+beside it.
 
-Needs a CUDA device. Prints a table, then one JSON line. Timing: ops/bench/kernel_timing.py; cases: kernel_cases.py.
+Needs a CUDA device. Prints a table, then one JSON line. Timing: ops/bench/kernel_timing.py;
+cases: kernel_cases.py.
 """
 
 from __future__ import annotations

@@ -94,5 +94,6 @@ def test_expand_inputs_matches_the_reference(counts) -> None:
         torch.full((n,), -7, dtype=torch.int32, device=DEVICE) for n in (total, total, total, 4)
     ]
     expand_inputs(*outputs, rows, num_computed, bounds, tables, 16)
-    for out, expected in zip(outputs, expand_inputs_ref(rows, num_computed, bounds, tables, 16)):
+    reference = expand_inputs_ref(rows, num_computed, bounds, tables, 16)
+    for out, expected in zip(outputs, reference, strict=True):
         assert torch.equal(out, expected.int())

@@ -1,4 +1,5 @@
-"""What only a GPU can show: production tiles, graphs, programmatic dependent launch, real bf16 instructions."""
+"""What only a GPU can show: production tiles, graphs, programmatic dependent launch, real bf16
+instructions."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def decode_with_table_tile(q, caches, rows, seq_lens, num_programs):
     ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (4, 1, 256), (3, 3, 96)]
 )
 def test_decode_bits_do_not_depend_on_the_batch(heads, kv_heads, head_dim) -> None:
-    """A row of 2,000 tokens alone (tiles), among 40 (groups) and at one program (rows): bit for bit."""
+    """A row of 2,000 tokens alone (tiles), among 40 (groups) and at one program (rows): bit for
+    bit."""
     lengths = [2000] + [1 + (i * 397) % 1900 for i in range(39)]
     caches = make_cache(40, 2048, 16, kv_heads, head_dim, BF16)
     q = randn(40, heads, head_dim, dtype=BF16, seed=5)

@@ -1,4 +1,5 @@
-"""Decode attention against float64, and its promise that a row's bits do not depend on the batch."""
+"""Decode attention against float64, and its promise that a row's bits do not depend on the
+batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sampler against its reference, and its guarantees: ties, batch rows, padding, broken logits."""
+"""The sampler against its reference, and its guarantees: ties, batch rows, padding, broken
+logits."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_tokens_equal_the_reference(dtype, has_filters) -> None:
 
 
 def test_the_search_among_candidates_equals_the_reference() -> None:
-    """Peaked logits over nine parts of the vocabulary: no part overflows, so no row is read whole."""
+    """Peaked logits over nine parts of the vocabulary: no part overflows, so no row is read
+    whole."""
     vocab_size, entries = 9000, 5
     params = new_sampling_tables(NUM_ROWS, torch.device(DEVICE))
     params.temperature.fill_(0.9)
@@ -152,7 +154,8 @@ def test_stop_ids_are_held_back_below_the_minimum_position() -> None:
 
 
 def test_sampled_frequencies_follow_the_probabilities() -> None:
-    """Chi-square of 4 cells over 400 draws; above 16.3 one time in a thousand, and the draws are fixed."""
+    """Chi-square of 4 cells over 400 draws; above 16.3 one time in a thousand, and the draws are
+    fixed."""
     params = new_sampling_tables(1, torch.device(DEVICE))
     params.temperature.fill_(1.0)
     probabilities = torch.tensor([0.1, 0.2, 0.3, 0.4])
