@@ -24,6 +24,8 @@ from broker.gateway.security import load_curve
 from broker.ledger.actor import LedgerActor
 from broker.link_messages import ShutdownEngine
 from broker.messages import Drain
+from broker.metrics import Metrics
+from broker.metrics_watch import Watch, Watched
 from broker.status import Monitor
 from broker.streams.door import StreamsDoor
 from broker.text.actor import TextActor
@@ -50,27 +52,34 @@ def build(config: BrokerConfig, loop: asyncio.AbstractEventLoop, monitor: Monito
     curve = load_curve(config.zmq) if config.zmq else None
     model = load_text_model(config.model_path, config.fake_vocab_size)
     system = ActorSystem(loop)
+    metrics = Metrics()
+    watch = Watch(system, config, metrics)  # first, so that it is the last to stop
     link = EngineLink(system, config.link_path, config.ring_bytes, config.engine_hang_ms)
     text = TextActor(system, config, model)
-    ledger = LedgerActor(system, config.limits, model.vocabulary, link)
+    ledger = LedgerActor(system, config.limits, model.vocabulary, link, metrics)
     addresses: dict[str, object] = {
         "worker": config.worker,
         "queue": config.queue,
         "model": config.model_name,
         "zmq": None,
         "redis": None,
+        "http": watch.url,
     }
-    doors: list[Actor] = []
+    gateway: GatewayActor | None = None
+    streams: StreamsDoor | None = None
     if config.zmq is not None:
         gateway = GatewayActor(system, config, model.vocabulary, curve, text, ledger)
         addresses["zmq"] = gateway.endpoint
-        doors.append(gateway)
+        metrics.add_door(gateway, "zmq")
     if config.redis is not None:
         monitor.expect("redis")
-        doors.append(StreamsDoor(system, config, text, ledger, monitor))
+        streams = StreamsDoor(system, config, text, ledger, monitor)
+        metrics.add_door(streams, "redis")
         addresses["redis"] = without_password(config.redis.url)
+    doors: list[Actor] = [door for door in (gateway, streams) if door is not None]
     for door in doors:
         ledger.add_door(door)
+    watch.look_at(Watched(ledger, monitor, gateway, streams))
     link.connect(ledger, (text, monitor))
     return Broker(system, link, ledger, tuple(doors), addresses)
 
@@ -83,6 +92,7 @@ async def run(config: BrokerConfig, status_fd: int | None) -> None:
 
     def drain(why: str) -> None:
         drains.append(why)
+        monitor.is_draining = True
         log.info("broker.drain_asked", why=why)
         if len(drains) > 1 and why != "control":
             stop_now.set()

@@ -70,6 +70,7 @@ class BrokerConfig:
     limits: QueueConfig = field(default_factory=QueueConfig)
     engine_hang_ms: int = 60_000  # an engine that says nothing for so long is killed
     fake_vocab_size: int = 0  # > 0: the fake model; text is one letter per token id
+    http: str = "127.0.0.1:0"  # probes and metrics; port 0: a free one; empty: none
 
     def to_json(self) -> str:
         """One JSON object, read back by `from_json` in the broker process."""

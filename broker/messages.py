@@ -251,6 +251,7 @@ class EngineState:
     num_queued: int = 0  # jobs in the queue, both doors together
     num_running: int = 0  # jobs in the engine
     engine: Mapping[str, object] | None = None  # the engine's latest STATS record
+    vitals: Mapping[str, float] | None = None  # `Metrics.vitals`, for whoever watches the bus
 
 
 # ---------------------------------------------------------------- ZeroMQ door -> Redis door

@@ -105,10 +105,20 @@ class FairQueue:
         self._returned: OrderedDict[str, Ticket] = OrderedDict()  # served first
         self._tickets: dict[str, Ticket] = {}
         self._num_by_tenant: dict[str, int] = {}
+        self._num_by_priority = [0] * len(PRIORITIES)
         self._taken_s: deque[float] = deque(maxlen=64)  # when the last tickets were taken
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    def lengths(self) -> list[int]:
+        """How many wait, by priority."""
+        return list(self._num_by_priority)
+
+    def oldest(self) -> list[Ticket]:
+        """Tickets of which one has waited longest: the first admitted, the first returned."""
+        waiting = (self._tickets, self._returned)
+        return [next(iter(tickets.values())) for tickets in waiting if tickets]
 
     def admit(self, ticket: Ticket) -> int:
         """Put a new job in line; returns how many were there before. Raises Busy at a limit."""
@@ -191,6 +201,7 @@ class FairQueue:
             self._tickets[ticket.job] = ticket
         else:
             del self._tickets[ticket.job]
+        self._num_by_priority[ticket.priority] += step
         count = self._num_by_tenant.get(ticket.tenant, 0) + step
         if count:
             self._num_by_tenant[ticket.tenant] = count

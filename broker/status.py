@@ -35,6 +35,14 @@ class Monitor:
         self._troubles = {"engine": LOADING}
         self._said: str | None = None  # the last reason reported; "" is ready
         self.is_stopping = False  # from then on nothing is news
+        self.is_draining = False
+
+    @property
+    def reason(self) -> str:
+        """Why the worker takes no jobs; empty if it does. May be read from any thread."""
+        if self.is_draining:
+            return "broker: is draining"
+        return "; ".join(f"{name}: {why}" for name, why in list(self._troubles.items()))
 
     def expect(self, door: str) -> None:
         """This door must report that it is ready before the worker is."""

@@ -14,7 +14,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from broker.metrics_catalogue import table as metrics_table
 from ops.exit_codes import MEANINGS
+from ops.log_events import table as events_table
 from ops.settings import PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +100,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "files": ("docs/ARCHITECTURE.md", files_table),
     "settings": ("docs/OPERATIONS.md", settings_table),
     "exit codes": ("docs/OPERATIONS.md", exit_codes_table),
+    "metrics": ("docs/OPERATIONS.md", metrics_table),
+    "events": ("docs/OPERATIONS.md", events_table),
 }
 
 

@@ -143,10 +143,16 @@ class Worker:
         )
         return worker_files.write_private(self.run_dir / "broker.json", config.to_json())
 
-    def _keep_endpoint(self, endpoint: str) -> None:
-        """The next broker binds the port that this one got, where its clients look for it."""
-        if endpoint and endpoint != self.settings.zmq:
-            self.settings = self.settings.model_copy(update={"zmq": endpoint})
+    def _keep_addresses(self, zmq: str, http: str) -> None:
+        """The next broker binds the ports that this one got, where its clients look for them."""
+        got = {"zmq": zmq, "http": http.removeprefix("http://")}
+        changed = {
+            key: value
+            for key, value in got.items()
+            if value and value != getattr(self.settings, key)
+        }
+        if changed:
+            self.settings = self.settings.model_copy(update=changed)
             self._write_broker_config(self.settings)
 
     def _specs(self) -> list[ChildSpec]:
@@ -193,6 +199,7 @@ class Worker:
             model=self.model.name,
             worker=self.name,
             pids={"supervisor": os.getpid(), **event.pids},
+            http=str(event.data.get("http") or ""),
         )
 
     def _on_progress(self, event: Progress) -> None:
@@ -201,7 +208,7 @@ class Worker:
             case "not_ready":
                 log.warning("worker.not_ready", reason=data.get("reason", "unknown"))
             case "listening":
-                self._keep_endpoint(str(data.get("zmq") or ""))
+                self._keep_addresses(str(data.get("zmq") or ""), str(data.get("http") or ""))
             case "progress" if "done" in data:
                 self._bar.update(str(data.get("stage", "")), data["done"], data.get("total", 0))
             case name:

@@ -48,5 +48,6 @@ def ready_line(a: Announcement) -> str:
     """Every address in one line."""
     doors = [f"zmq {a.zmq}"] if a.zmq else []
     doors += [f"redis {public_url(a.redis)}"] if a.redis else []
+    doors += [f"metrics {a.http}/metrics"] if a.http else []
     pids = ", ".join(f"{name} {pid}" for name, pid in a.pids.items())
     return f"ready: model {a.model} · queue {a.queue} · {' · '.join(doors)} · pids {pids}"

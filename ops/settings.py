@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from broker.config import BrokerConfig, QueueConfig, RedisConfig, ZmqConfig
+from broker.http_server import split_address
 from engine.config import EngineConfig, FakeModel
 from ops.exit_codes import CommandError, ExitCode
 from ops.models import DEFAULT_MODEL, ResolvedModel
@@ -67,6 +68,9 @@ class Settings(BaseSettings):
     queue: str = Field(default="default", description="name of the queue, part of every Redis key")
     redis: SecretStr = Field(default=SecretStr("embedded"), description="URL, `embedded` or `none`")
     zmq: str = Field(default="tcp://127.0.0.1:5555", description="endpoint to bind, or `none`")
+    http: str = Field(
+        default="127.0.0.1:0", description="probes and metrics; port 0: a free one; or `none`"
+    )
     data_dir: Path = Field(default_factory=default_data_dir, description="data and addresses")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the model runs"
@@ -114,6 +118,16 @@ class Settings(BaseSettings):
         scheme, separator, rest = value.partition("://")
         if value != "none" and not (separator and rest and scheme in _ZMQ_SCHEMES):
             raise ValueError("use tcp://127.0.0.1:5555 (port 0: a free one), ipc://path or none")
+        return value
+
+    @field_validator("http")
+    @classmethod
+    def _check_http(cls, value: str) -> str:
+        try:
+            if value != "none":
+                split_address(value)
+        except ValueError:
+            raise ValueError("use 127.0.0.1:9464 (port 0: a free one) or none") from None
         return value
 
     @field_validator("data_dir")
@@ -259,6 +273,7 @@ def broker_config(
         zmq=zmq,
         limits=QueueConfig(**settings.limits.model_dump()),
         fake_vocab_size=settings.fake.vocab_size if settings.model == FAKE_MODEL else 0,
+        http="" if settings.http == "none" else settings.http,
     )
 
 

@@ -24,7 +24,7 @@ _RUN_DIR = re.compile(r"tokenbus-(\d+)-\w+")
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a ready worker says of itself. zmq and redis are empty where that door is closed."""
+    """What a ready worker says of itself. zmq, redis and http are empty where that is closed."""
 
     zmq: str
     redis: str
@@ -32,6 +32,7 @@ class Announcement:
     model: str
     worker: str
     pids: dict[str, int]
+    http: str = ""
 
 
 def is_alive(pid: int) -> bool:

@@ -8,7 +8,8 @@ nothing a peer sends can stop the loop. Connections and clients are kept here, j
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -46,6 +47,20 @@ from tokenbus.protocol import MAJOR, Limits, Message, MessageType, decode
 log = structlog.get_logger("broker.gateway")
 
 UNBLOCK_PERIOD_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayCounts:
+    """Numbers of this door. muted: connections that are ignored for now. events, messages: sent
+    since the start. refused: jobs that were not taken, by error code.
+    """
+
+    num_clients: int
+    num_muted: int
+    num_streams: int
+    num_events: int
+    num_messages: int
+    refused: Mapping[str, int]
 
 
 class GatewayActor(Actor):
@@ -216,19 +231,32 @@ class GatewayActor(Actor):
         self._sender.try_answer(peer, MessageType.STATS, body)
 
     def _worker_stats(self) -> dict[str, object]:
-        state = self._state
+        state, counts = self._state, self.counts()
         engine = state.engine or {}
         return {
+            **(state.vitals or {}),
             "ready": state.ready,
             "running": state.num_running,
             "waiting": state.num_queued,
-            "clients": sum(client.peer is not None for client in self._clients.values()),
-            "streams": self._jobs.num_open,
-            "events_sent": self._sender.num_events,
-            "messages_sent": self._sender.num_messages,
+            "clients": counts.num_clients,
+            "streams": counts.num_streams,
+            "events_sent": counts.num_events,
+            "messages_sent": counts.num_messages,
             "used_blocks": engine.get("used_blocks", 0),
             "total_blocks": engine.get("total_blocks", 0),
         }
+
+    def counts(self) -> GatewayCounts:
+        """Who is here, and what was sent."""
+        now_s = self._loop.time()
+        return GatewayCounts(
+            num_clients=sum(client.peer is not None for client in self._clients.values()),
+            num_muted=sum(peer.muted_until_s > now_s for peer in self._peers.values()),
+            num_streams=self._jobs.num_open,
+            num_events=self._sender.num_events,
+            num_messages=self._sender.num_messages,
+            refused=self._jobs.refused,
+        )
 
     # ------------------------------------------------------------ from text and ledger
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,6 +82,7 @@ class Jobs:
         self._sender = sender
         self._streams: dict[str, Stream] = {}
         self._ended: deque[Stream] = deque()
+        self.refused: Counter[str] = Counter()  # by error code
         self.dirty: set[Client] = set()  # clients whose streams have something new to flush
         self.handlers: dict[type, Callable[[Any], None]] = {
             Publish: self._on_publish,
@@ -226,7 +227,8 @@ class Jobs:
     def _reject(self, stream: Stream, error: TokenbusError) -> None:
         """The job was not taken; its id is free again."""
         self._forget(stream)
-        log.info("request.rejected", job=stream.job, code=error.code, field=error.field)
+        self.refused[error.code] += 1
+        log.info("job.rejected", job=stream.job, code=error.code, field=error.field)
         peer = stream.client.peer
         if peer is not None:
             body = error_to_body(error, job=stream.job)

@@ -17,6 +17,7 @@ from broker.actor import Actor, ActorSystem, Overflow
 from broker.config import QueueConfig
 from broker.ledger.book import Book
 from broker.ledger.job import Job, JobState
+from broker.ledger.job_log import log_end
 from broker.ledger.reports import Reports
 from broker.ledger.steps import take_steps
 from broker.link_messages import (
@@ -32,15 +33,14 @@ from broker.messages import (
     Accepted,
     Address,
     Cancel,
-    Done,
     Drain,
     Drop,
-    Failed,
     Pause,
     Refused,
     Submit,
     Unpause,
 )
+from broker.metrics import Metrics
 from broker.ring.records import Finish
 from broker.text.prepare import prompt_field
 from broker.text.vocabulary import Vocabulary
@@ -64,16 +64,22 @@ class LedgerActor(Actor):
     """Mailbox policy CRASH: what comes in are promises to keep; the doors bound what they send."""
 
     def __init__(
-        self, system: ActorSystem, limits: QueueConfig, vocabulary: Vocabulary, link: Address
+        self,
+        system: ActorSystem,
+        limits: QueueConfig,
+        vocabulary: Vocabulary,
+        link: Address,
+        metrics: Metrics | None = None,
     ) -> None:
         super().__init__(system, "ledger", capacity=131_072, overflow=Overflow.CRASH)
         self.drained = asyncio.Event()  # set when a drain has left no job behind
         self._vocabulary = vocabulary
+        self._metrics = metrics or Metrics()
         self._book = Book(limits, link)
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._deadline_armed_ns = 0
         self._is_draining = False
-        self._reports = Reports(self._book.jobs, self._book.runs)
+        self._reports = Reports(self._book.jobs, self._book.runs, self._metrics)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -89,6 +95,11 @@ class LedgerActor(Actor):
             EngineProgress: lambda _: None,
             RingState: self._on_ring_state,
         }
+
+    @property
+    def book(self) -> Book:
+        """The tables; to look at, not to touch."""
+        return self._book
 
     def add_door(self, door: Address) -> None:
         """A door to keep informed with `Capacity` and `EngineState`. Call before `start`."""
@@ -195,6 +206,7 @@ class LedgerActor(Actor):
 
     def _on_steps(self, message: Steps) -> None:
         self._reports.progress += len(message.steps)
+        self._metrics.take_steps(message.steps)
         now_ns = time.monotonic_ns()
         for job, finish in take_steps(self._book.runs, message.steps):
             if finish == Finish.NOT_FINISHED:
@@ -204,19 +216,22 @@ class LedgerActor(Actor):
 
     def _publish(self, job: Job, now_ns: int) -> None:
         """The fresh tokens of a run that goes on, unless they complete a stop string."""
-        tokens = job.take_tokens(Finish.NOT_FINISHED, now_ns)
-        if tokens is not None:
-            self._book.outbox.add(job.door, tokens)
+        self._take_tokens(job, Finish.NOT_FINISHED, now_ns)
         if job.detokenizer.is_stopped:
             self._book.end(job, job.done("stop", now_ns))
         elif self._book.trials.is_cleared(job):
             self._book.clear(job)
 
-    def _finish(self, job: Job, finish: int, now_ns: int) -> None:
-        """The engine ended the run."""
+    def _take_tokens(self, job: Job, finish: int, now_ns: int) -> None:
         tokens = job.take_tokens(finish, now_ns)
         if tokens is not None:
             self._book.outbox.add(job.door, tokens)
+            if job.first_token_ns == now_ns:
+                self._metrics.first_token(job)
+
+    def _finish(self, job: Job, finish: int, now_ns: int) -> None:
+        """The engine ended the run."""
+        self._take_tokens(job, finish, now_ns)
         if job.detokenizer.is_stopped or finish == Finish.STOP:
             self._book.end(job, job.done("stop", now_ns))
         elif finish == Finish.LENGTH:
@@ -237,15 +252,18 @@ class LedgerActor(Actor):
     def _on_stats(self, message: EngineStats) -> None:
         self._reports.progress += 1
         self._reports.engine_stats = message.stats
+        self._metrics.take_stats(message.stats)
 
     def _on_ring_state(self, message: RingState) -> None:
         self._book.runs.is_ring_full = message.is_full
 
     def _on_engine_up(self, message: EngineUp) -> None:
         self._book.runs.up(message)
+        self._metrics.engine_up(message.max_num_seqs)
         self._reports.tell_state()
 
     def _on_engine_gone(self, message: EngineGone) -> None:
+        self._metrics.engine_gone()
         computing = []
         for job in self._book.runs.gone():
             if job.is_paused:
@@ -267,12 +285,11 @@ class LedgerActor(Actor):
     # ------------------------------------------------------------ regular work
 
     def _log_finished(self) -> None:
-        """One line for each job that ended."""
+        """Count each job that ended, and write its line."""
         finished, self._book.finished = self._book.finished, []
         for job, event in finished:
-            reason = event.reason if isinstance(event, Done) else event.error.code
-            facts = _facts(event)
-            log.info("request.finished", job=job.name, attempt=job.attempt, reason=reason, **facts)
+            self._metrics.job_ended(job, event)
+            log_end(job, event, self._metrics.door_of(job.door))
 
     def _arm_deadline_timer(self) -> None:
         next_ns = self._book.deadlines.next_ns()
@@ -296,18 +313,3 @@ class LedgerActor(Actor):
 def _accepted(job: Job, position: int) -> Accepted:
     prompt_tokens = len(job.prepared.prompt_ids)
     return Accepted(job.name, job.attempt, job.seed, prompt_tokens, position)
-
-
-def _facts(event: Done | Failed) -> dict[str, object]:
-    """What the canonical line of a job says about it; never its text."""
-    if isinstance(event, Failed):
-        return {"output_tokens": event.seq, "error": event.error.message, "dead": event.dead}
-    usage = event.usage
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "output_tokens": usage.completion_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "queue_ms": round(usage.queue_ms, 1),
-        "first_token_ms": round(usage.ttft_ms, 1),
-        "total_ms": round(usage.total_ms, 1),
-    }

@@ -6,6 +6,8 @@ or none of them while it is paused. Knows no messages of doors or engine.
 
 from __future__ import annotations
 
+import time
+
 from broker.config import QueueConfig
 from broker.ledger.deadlines import Deadlines
 from broker.ledger.job import Job, JobState
@@ -26,7 +28,12 @@ class Book:
         self.trials = Trials(limits.max_engine_kills)
         self.deadlines = Deadlines()
         self.outbox = Outbox()
-        self.finished: list[tuple[Job, Done | Failed]] = []  # to be written to the log
+        self.finished: list[tuple[Job, Done | Failed]] = []  # to be counted and logged
+
+    def oldest_wait_s(self) -> float:
+        """How long the oldest job in the queue has waited; 0 for an empty queue."""
+        since_ns = [self.jobs[ticket.job].submitted_ns for ticket in self.queue.oldest()]
+        return (time.monotonic_ns() - min(since_ns)) / 1e9 if since_ns else 0.0
 
     def admit(self, job: Job) -> int:
         """A new job enters the queue; returns how many were before it. Raises Busy."""

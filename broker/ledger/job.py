@@ -57,8 +57,8 @@ class Job:
 
     __slots__ = (
         "attempt", "cached_tokens", "clear_at", "deadline_ns", "detokenizer", "door",
-        "first_token_ns", "fresh", "ids", "is_paused", "launched_ns", "name", "prepared", "rid",
-        "seed", "state", "stop_ids", "strikes", "submitted_ns",
+        "first_token_ns", "fresh", "ids", "is_paused", "launched_ns", "name", "num_prefix",
+        "prepared", "rid", "seed", "state", "stop_ids", "strikes", "submitted_ns",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, vocabulary: Vocabulary) -> None:
@@ -71,6 +71,7 @@ class Job:
         self.deadline_ns = submit.deadline_ns
         self.state = JobState.QUEUED
         self.ids = array("i", submit.prefix_ids)  # all output ids so far; seq of the last = len
+        self.num_prefix = len(self.ids)  # of them from earlier attempts
         self.fresh: list[int] = []  # ids of the batch in hand, not yet published
         self.stop_ids = frozenset(prepared.stop_token_ids)
         self.detokenizer = Detokenizer(
@@ -149,7 +150,7 @@ class Job:
             seq=len(self.ids),
             reason=reason,
             text=self.detokenizer.flush(),
-            usage=self._usage(now_ns),
+            usage=self.usage(now_ns),
             crc=crc_of(self.ids),
         )
 
@@ -175,7 +176,17 @@ class Job:
             cache_salt=_salt_of(self.tenant),
         )
 
-    def _usage(self, now_ns: int) -> Usage:
+    def tokens_per_s(self) -> float:
+        """Output tokens of this attempt a second, from its first token to now."""
+        num_tokens = len(self.ids) - self.num_prefix
+        span_ns = time.monotonic_ns() - self.first_token_ns
+        if num_tokens < 2 or not self.first_token_ns or span_ns <= 0:
+            return 0.0
+        return round((num_tokens - 1) * 1e9 / span_ns, 1)
+
+    def usage(self, now_ns: int = 0) -> Usage:
+        """Counts and durations until now_ns; 0: until now."""
+        now_ns = now_ns or time.monotonic_ns()
         launched_ns = self.launched_ns or now_ns
         first_ns = self.first_token_ns or now_ns
         return Usage(

@@ -8,14 +8,16 @@ from typing import Any
 from broker.ledger.job import Job
 from broker.ledger.runs import Runs
 from broker.messages import Address, Capacity, EngineState
+from broker.metrics import Metrics
 
 
 class Reports:
     """progress grows while the engine's loop lives. Reads the ledger's tables; changes none."""
 
-    def __init__(self, jobs: Mapping[str, Job], runs: Runs) -> None:
+    def __init__(self, jobs: Mapping[str, Job], runs: Runs, metrics: Metrics) -> None:
         self._jobs = jobs
         self._runs = runs
+        self._metrics = metrics
         self._doors: list[Address] = []
         self._slots = -1
         self.progress = 0
@@ -45,6 +47,7 @@ class Reports:
             num_queued=len(self._jobs) - num_running,
             num_running=num_running,
             engine=self.engine_stats,
+            vitals=self._metrics.vitals(),
         )
         for door in self._doors:
             door.tell(state)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from redis import Redis
@@ -21,7 +21,9 @@ WORKER_GONE_MS = 5_000  # silence after which a worker counts as gone
 
 @dataclass(frozen=True, slots=True)
 class WorkerLine:
-    """A worker as it describes itself. silent_ms: since its last sign of life, by Redis' clock."""
+    """A worker as it describes itself. silent_ms: since its last sign of life, by Redis' clock.
+    vitals: numbers for live views (`broker.metrics.Metrics.vitals`).
+    """
 
     worker: str
     silent_ms: int
@@ -33,6 +35,7 @@ class WorkerLine:
     version: str
     host: str
     pid: int
+    vitals: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_alive(self) -> bool:
@@ -93,6 +96,7 @@ def _read_line(name: str, about: dict[str, Any], now_ms: int) -> WorkerLine:
         version=str(about["version"]),
         host=str(about["host"]),
         pid=int(about["pid"]),
+        vitals={str(k): float(v) for k, v in about.get("vitals", {}).items()},
     )
 
 

@@ -38,6 +38,7 @@ from broker.messages import (
     Unpause,
 )
 from broker.streams.address import parse_redis_url
+from broker.streams.backlog import Backlog, BacklogWatch
 from broker.streams.control import Control
 from broker.streams.entries import done_fields, failed_fields
 from broker.streams.intake import Claimer, Reader
@@ -94,6 +95,7 @@ class StreamsDoor(Actor):
             state, self._pickup, self._leases.is_engine_alive, self._on_no_group
         )
         self._relay = Relay(state)
+        self._backlog = BacklogWatch(state)
         self._control = Control(state, self._claimer.wake.set, self._ask_for_drain)
 
     # ------------------------------------------------------------ for the app
@@ -107,6 +109,11 @@ class StreamsDoor(Actor):
     def counters(self) -> Counters:
         """Counts since the start."""
         return self._state.counters
+
+    @property
+    def backlog(self) -> Backlog | None:
+        """What waits in Redis; None while that is not known."""
+        return self._backlog.seen
 
     @property
     def num_jobs(self) -> int:
@@ -124,6 +131,7 @@ class StreamsDoor(Actor):
         self.spawn(self._leases.run(), "leases")
         self.spawn(self._heartbeat.run(), "heartbeat")
         self.spawn(self._control.run(), "control")
+        self.spawn(self._backlog.run(), "backlog")
         self.spawn(self._relay.run_writer(), "relay writer")
         self.spawn(self._relay.run_reader(), "relay reader")
 
@@ -144,6 +152,7 @@ class StreamsDoor(Actor):
             case EngineState():
                 self._state.is_engine_ready = message.ready
                 self._leases.on_progress(message.progress)
+                self._state.vitals = _vitals(message)
             case Released():
                 self._on_released(message)
             case Drain():
@@ -295,3 +304,8 @@ class StreamsDoor(Actor):
             return
         reason = self._down_reason or "; ".join(self._state.troubles.values())
         self._monitor.tell(DoorStatus("redis", self.is_ready, reason))
+
+
+def _vitals(state: EngineState) -> dict[str, float]:
+    load = {"running": state.num_running, "waiting": state.num_queued}
+    return {**load, **(state.vitals or {})}

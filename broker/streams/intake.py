@@ -172,6 +172,7 @@ class Claimer:
                 log.info("stream.claimed", entry=entry.decode(), released=bool(released))
                 self._pickup.take(stream, entry.decode(), fields, asked_at)
             state.counters.claimed += len(taken)
+            state.counters.taken_over += sum(not released for *_, released in taken)
             if num_deleted:
                 state.counters.deleted += num_deleted
                 log.warning("entries.deleted", stream=stream, count=num_deleted)

@@ -135,6 +135,7 @@ class Heartbeat:
             "version": __version__,
             "host": self._host,
             "pid": os.getpid(),
+            "vitals": state.vitals,
         }
         forget = FORGET_AFTER_MS if self._count % BEATS_PER_CLEANING == 0 else ""
         self._count += 1

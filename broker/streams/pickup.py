@@ -200,8 +200,9 @@ class Pickup:
         )
 
     def _take_rejection(self, job: Job, error: TokenbusError) -> None:
-        log.info("request.rejected", job=job.id, code=error.code, field=error.field)
+        log.info("job.rejected", job=job.id, code=error.code, field=error.field)
         self._state.counters.rejected += 1
+        self._state.counters.refused[error.code] += 1
         self._state.forget(job)
 
     def _fence_command(self, job: Job) -> Command:

@@ -5,8 +5,9 @@ more than one part makes. All of it lives on the broker's event loop; nothing he
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -35,6 +36,7 @@ class Counters:
 
     read: int = 0
     claimed: int = 0
+    taken_over: int = 0  # claimed from a worker that fell silent, not given back by it
     released: int = 0
     deleted: int = 0  # pending entries whose body was gone
     fenced: int = 0  # jobs that another worker had taken from us
@@ -44,6 +46,7 @@ class Counters:
     dead: int = 0
     restored: int = 0  # replies written again after Redis lost them
     reconnects: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # rejected, by error code
 
 
 class DoorState:
@@ -66,6 +69,7 @@ class DoorState:
         self.on_forgotten: Callable[[], None] = lambda: None
         self.is_draining = False
         self.is_engine_ready = False
+        self.vitals: Mapping[str, float] = {}  # for whoever watches the bus
         self.progress = -1
         self.troubles: dict[str, str] = {}
         self.on_trouble: Callable[[], None] = lambda: None

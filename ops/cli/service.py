@@ -39,6 +39,14 @@ Zmq = Annotated[
         help="The ZeroMQ door; port 0 takes a free one (default: tcp://127.0.0.1:5555).",
     ),
 ]
+Http = Annotated[
+    str | None,
+    typer.Option(
+        "--http",
+        metavar="HOST:PORT|none",
+        help="Probes and metrics; port 0 takes a free one (default: 127.0.0.1:0).",
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option("--device", metavar="auto|cpu|cuda", help="Where the model runs (default: auto)."),
@@ -65,6 +73,7 @@ def serve(
     queue: Queue = None,
     redis: Redis = None,
     zmq: Zmq = None,
+    http: Http = None,
     data_dir: DataDir = None,
     device: Device = None,
     drain_s: DrainS = None,
@@ -96,6 +105,7 @@ def serve(
         queue=queue,
         redis=redis,
         zmq=zmq,
+        http=http,
         data_dir=data_dir,
         device=device,
         drain_s=drain_s,
@@ -110,6 +120,7 @@ def broker(
     queue: Queue = None,
     redis: Redis = None,
     zmq: Zmq = None,
+    http: Http = None,
     config: Config = None,
     assignments: Set = None,
 ) -> None:
@@ -119,7 +130,7 @@ def broker(
     """
     from ops.serve import run_broker
 
-    flags = with_assignments(assignments, model=model, queue=queue, redis=redis, zmq=zmq)
+    flags = with_assignments(assignments, model=model, queue=queue, redis=redis, zmq=zmq, http=http)
     settings = _load(flags, config)
     raise SystemExit(run_broker(settings, _resolve(settings), link))
 
