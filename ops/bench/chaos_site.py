@@ -59,6 +59,7 @@ class Redis:
                 ],
                 stdout=log,
                 stderr=log,
+                restore_signals=False,  # SIGXFSZ stays ignored: a full disk is an error, no death
             )
         deadline_s = time.monotonic() + START_S
         with self.client() as client:
