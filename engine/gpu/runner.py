@@ -86,6 +86,13 @@ class GpuRunner:
             self._out_bad[flight.slot].numpy()[:num].astype(np.bool_),
         )
 
+    def last_logits(self, index: int) -> torch.Tensor:
+        """Logits float32 [V] of the index-th sampled row of the last step; for checks.
+
+        A view that the next step overwrites.
+        """
+        return self._buffers.head.logits[index]
+
     def prepare(self) -> bool:
         """Capture one graph that is still missing, for idle moments; False if there is none."""
         return not self._flights and self._graphs.capture_one()

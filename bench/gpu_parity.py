@@ -1,0 +1,184 @@
+"""Exactness of the GPU engine: greedy parity on real weights, batch invariance, long contexts.
+
+`python bench/gpu_parity.py MODEL.gguf [--fixture smollm2_greedy.json]`. Prints one JSON line
+a check; exit code 1 if a check does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from broker.ring.records import Sampling, Submit
+from engine.config import EngineConfig
+from engine.gpu.build import build_gpu_runner
+from engine.gpu.runner import GpuRunner
+from engine.loader import no_progress
+from engine.scheduler import Scheduler
+from ops.bench.shapes import SHAPES
+
+Outputs = dict[int, list[int]]
+Logits = dict[int, list[torch.Tensor]]
+
+
+def generate(
+    runner: GpuRunner, submits: list[Submit], watch: set[int] | None = None
+) -> tuple[Outputs, Logits]:
+    """Tokens of all runs, one step at a time, and the logits of the watched ones."""
+    scheduler = Scheduler(runner.info, enable_prefix_cache=False)
+    tokens: Outputs = {submit.rid: [] for submit in submits}
+    logits: Logits = {rid: [] for rid in watch or ()}
+    for submit in submits:
+        reject = scheduler.submit(submit)
+        if reject is not None:
+            raise ValueError(reject.message)
+    while (plan := scheduler.plan()) is not None:
+        runner.launch(plan)
+        scheduler.launched()
+        outcome = scheduler.complete(runner.collect())
+        for index, rid in enumerate(outcome.rids.tolist()):
+            tokens[rid].append(int(outcome.token_ids[index]))
+            if rid in logits:
+                logits[rid].append(runner.last_logits(index).clone())
+    return tokens, logits
+
+
+def make_submits(
+    prompts: list[list[int]], new_tokens: int, first_rid: int = 1, temperature: float = 0.0
+) -> list[Submit]:
+    """One run a prompt."""
+    none = np.zeros(0, np.int32)
+    return [
+        Submit(
+            first_rid + i,
+            np.array(prompt, np.int32),
+            none,
+            none,
+            new_tokens,
+            sampling=Sampling(seed=1000 + first_rid + i, temperature=temperature),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def check_parity(config: EngineConfig, fixture: Path) -> dict[str, Any]:
+    """bf16 greedy tokens against float32 ones: equal for 32 tokens, or apart where it is close."""
+    cases = json.loads(fixture.read_text())
+    prompts = [case["prompt"] for case in cases]
+    submits = make_submits(prompts, 64)
+    reference, logits = generate(
+        _runner(replace(config, dtype="float32")), submits, {s.rid for s in submits}
+    )
+    exact32 = sum(reference[i + 1] == case["tokens"] for i, case in enumerate(cases))
+    actual, _ = generate(_runner(config), submits)
+    equal, gaps = 0, []
+    for rid, want in reference.items():
+        got = actual[rid]
+        apart = next((i for i in range(32) if got[i] != want[i]), None)
+        if apart is None:
+            equal += 1
+            continue
+        row = logits[rid][apart].float()
+        gaps.append(round(float(row[want[apart]] - row[got[apart]]), 4))
+    return {
+        "check": "greedy_parity",
+        "prompts": len(cases),
+        "float32_equal_transformers_64": exact32,
+        "bfloat16_equal_32": equal,
+        "largest_gap_at_a_difference": max(gaps, default=0.0),
+        "holds": exact32 >= len(cases) - 1 and max(gaps, default=0.0) <= 0.15,
+    }
+
+
+def check_invariance(config: EngineConfig) -> dict[str, Any]:
+    """One run alone and among 255 others: its logits, bit for bit, and its tokens."""
+    runner = _runner(config)
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(20, 400, 256)
+    prompts = [rng.integers(0, 40_000, n).tolist() for n in lengths]
+    alone, alone_logits = generate(runner, make_submits(prompts[:1], 32), {1})
+    among, among_logits = generate(runner, make_submits(prompts, 32), {1})
+    same = [
+        torch.equal(a.view(torch.int32), b.view(torch.int32))
+        for a, b in zip(alone_logits[1], among_logits[1], strict=True)
+    ]
+    hot = make_submits(prompts, 32, temperature=0.8)
+    seeded_alone, _ = generate(runner, hot[:1])
+    seeded_among, _ = generate(runner, hot)
+    is_equal = all(same) and alone[1] == among[1] and seeded_alone[1] == seeded_among[1]
+    return {
+        "check": "batch_invariance",
+        "deterministic": config.deterministic,
+        "bit_equal_steps": sum(same),
+        "steps": len(same),
+        "greedy_tokens_equal": alone[1] == among[1],
+        "seeded_tokens_equal": seeded_alone[1] == seeded_among[1],
+        "holds": is_equal or not config.deterministic,
+    }
+
+
+def check_long_context(num_tokens: int = 32_000) -> dict[str, Any]:
+    """Logits after a long prompt on a tiny model against transformers' SDPA, float32."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    fields = {k: v for k, v in SHAPES["tiny"].items() if k not in ("architectures", "model_type")}
+    model_config = LlamaConfig(**(fields | {"max_position_embeddings": num_tokens + 64}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).cuda().eval()
+    prompt = np.random.default_rng(3).integers(0, 512, num_tokens).tolist()
+    with tempfile.TemporaryDirectory() as scratch:
+        model.save_pretrained(scratch)
+        runner = _runner(EngineConfig(model_path=scratch, dtype="float32", max_num_seqs=4))
+        _, logits = generate(runner, make_submits([prompt], 2), {1})
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt]).cuda(), logits_to_keep=1).logits[0, -1]
+    error = float((logits[1][0].float() - expected).abs().max())
+    scale = float(expected.abs().max())
+    return {
+        "check": "long_context",
+        "tokens": num_tokens,
+        "max_abs_error": error,
+        "max_abs_logit": scale,
+        "holds": error < 1e-3 * max(scale, 1.0),
+    }
+
+
+def _runner(config: EngineConfig) -> GpuRunner:
+    return build_gpu_runner(config, no_progress)
+
+
+def main() -> int:
+    """Run the checks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument(
+        "--fixture", type=Path, default=Path("tests/integration/data/smollm2_greedy.json")
+    )
+    args = parser.parse_args()
+    config = EngineConfig(
+        model_path=str(args.model), max_model_len=4096, kv_cache_bytes=8 << 30, max_num_seqs=256
+    )
+    failed = False
+    for check in (
+        lambda: check_parity(config, args.fixture),
+        lambda: check_invariance(config),
+        lambda: check_invariance(replace(config, deterministic=True)),
+        check_long_context,
+    ):
+        result = check()
+        torch.cuda.empty_cache()
+        failed = failed or not result["holds"]
+        print(json.dumps(result), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""A whole worker on a GPU, over ZeroMQ: time to first token and between tokens at the client.
+
+`python bench/gpu_worker.py MODEL [--jobs 1 8 64]`. Starts `tokenbus serve`, sends random prompts as
+token ids, prints a line per batch of jobs and one JSON object last. Run `ops.bench.engine` on the
+same model beside it: the difference is the bus's share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+from tokenbus import AsyncClient
+
+
+async def run_job(
+    client: AsyncClient, prompt: list[int], new_tokens: int
+) -> tuple[float, list[float]]:
+    """Milliseconds to the first token, and between events."""
+    begin = time.perf_counter()
+    marks = []
+    stream = client.generate(
+        input_ids=prompt, max_tokens=new_tokens, temperature=0.0, ignore_eos=True
+    )
+    async for token in stream:
+        marks.extend([time.perf_counter()] * len(token.ids))
+    if len(marks) != new_tokens:
+        raise RuntimeError(f"{len(marks)} tokens came, {new_tokens} were asked for")
+    gaps = np.diff(np.array(marks)) * 1e3
+    return (marks[0] - begin) * 1e3, gaps.tolist()
+
+
+async def measure(endpoint: str, jobs: int, args: argparse.Namespace) -> dict[str, Any]:
+    """All jobs at once over one connection."""
+    rng = np.random.default_rng(jobs)
+    prompts = [rng.integers(10, 40_000, args.input_len).tolist() for _ in range(jobs)]
+    async with AsyncClient(zmq=endpoint) as client:
+        begin = time.perf_counter()
+        results = await asyncio.gather(
+            *(run_job(client, prompt, args.output_len) for prompt in prompts)
+        )
+        total_s = time.perf_counter() - begin
+    ttft = np.array([first for first, _ in results])
+    gaps = np.concatenate([gap for _, gap in results])
+    return {
+        "jobs": jobs,
+        "ttft_ms_p50": round(float(np.percentile(ttft, 50)), 3),
+        "itl_ms_p50": round(float(np.percentile(gaps, 50)), 4),
+        "itl_ms_mean": round(float(gaps.mean()), 4),
+        "itl_ms_p99": round(float(np.percentile(gaps, 99)), 4),
+        "tok_s": round(jobs * args.output_len / total_s, 1),
+    }
+
+
+def main() -> int:
+    """Start the worker, measure, stop it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--jobs", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--settle-s", type=float, default=20.0, help="time to capture graphs")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as data_dir:
+        command = [
+            sys.executable,
+            "-c",
+            "from ops.cli import main; main()",
+            "serve",
+            "--model",
+            args.model,
+            "--json",
+        ]
+        command += ["--redis", "none", "--zmq", "tcp://127.0.0.1:0", "--data-dir", data_dir]
+        command += ["--set", "engine.max_model_len=4096"]
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            begin = time.perf_counter()
+            assert worker.stdout is not None
+            ready = next(
+                event for event in map(json.loads, worker.stdout) if event.get("event") == "ready"
+            )
+            ready_s = time.perf_counter() - begin
+            results = []
+            asyncio.run(measure(ready["zmq"], 1, args))
+            time.sleep(args.settle_s)
+            for jobs in args.jobs:
+                asyncio.run(measure(ready["zmq"], jobs, args))
+                results.append(asyncio.run(measure(ready["zmq"], jobs, args)))
+                print(results[-1], file=sys.stderr, flush=True)
+        finally:
+            worker.terminate()
+            code = worker.wait(60)
+    print(json.dumps({"what": "gpu_worker", "ready_s": ready_s, "exit": code, "cases": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
