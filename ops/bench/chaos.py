@@ -39,11 +39,12 @@ class Chaos:
         self._hits: list[tuple[Fault, list[Any]]] = []
         self._samples: list[tuple[float, dict[str, int]]] = []
         self._load: Load
+        self._began_s = 0.0
 
     async def run(self) -> dict[str, Any]:
         """Load and faults for the time asked; the result in numbers."""
         self._load = await self._make_load()
-        began_s = time.monotonic()
+        self._began_s = began_s = time.monotonic()
         self._load.start()
         sampler = asyncio.create_task(self._sample_memory())
         await asyncio.sleep(1.0)
@@ -110,9 +111,15 @@ class Chaos:
             await asyncio.sleep(SAMPLE_S)
 
     async def _result(self, took_s: float) -> dict[str, Any]:
+        worst: list[tuple[float, str]] = []
         for fault, logs in self._hits:
-            pauses = [log.silence_after_s(fault.at_s) for log in logs]
-            fault.pauses_s = [pause for pause in pauses if pause is not None]
+            for log in logs:
+                pause_s = log.silence_after_s(fault.at_s)
+                if pause_s is not None:
+                    fault.pauses_s.append(pause_s)
+                    at_s = fault.at_s - self._began_s
+                    words = f"{pause_s:.1f} s after {fault.kind} at {at_s:.1f} s: {log.job}"
+                    worst.append((pause_s, f"{words} ({log.door})"))
         with self._site.redis.client() as client:
             auditor = RedisAuditor(client, QUEUE)
             await until(lambda: not auditor.problems(()), 10.0)
@@ -131,6 +138,7 @@ class Chaos:
             "clients": seen.to_json(),
             "streams": streams.to_json(),
             "takeover": takeovers(faults),
+            "longest_pauses": [words for _, words in sorted(worst, reverse=True)[:3]],
             "memory": drift(self._samples),
             "cores": os.cpu_count(),
             "load": os.getloadavg()[0],

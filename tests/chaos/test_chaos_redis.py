@@ -1,5 +1,5 @@
-"""Redis that dies, stands still, comes back empty, is full or out of reach, under whole workers that
-share one queue.
+"""Redis that dies, stands still, comes back empty, is full or out of reach, under whole workers
+that share one queue.
 """
 
 from __future__ import annotations
