@@ -8,7 +8,8 @@
  * be used in different threads at once. Only tb_wake may be called from any thread, and from a signal
  * handler. After fork() the child must not touch a client that was opened before.
  *
- * Memory: every function that takes text or ids copies them. Text is UTF-8.
+ * Memory: every function that takes text or ids copies them. Text is UTF-8. A job lives until tb_job_free
+ * or tb_close, also when it has ended.
  */
 #ifndef TOKENBUS_H
 #define TOKENBUS_H
@@ -108,7 +109,7 @@ TB_API void tb_request_set_have(tb_request *request, const int32_t *ids, size_t 
 /* ------------------------------------------------------------------ events */
 
 typedef enum tb_event_kind {
-    TB_STARTED, /* a worker runs the job; comes again when another worker goes on with it */
+    TB_STARTED, /* a worker took the job; comes again when another worker goes on with it */
     TB_TOKENS,  /* ids and the text they add */
     TB_DONE,    /* the end; text that was held back until now */
     TB_FAILED   /* the end */
@@ -189,9 +190,9 @@ TB_API size_t tb_poll(tb_client *client, int timeout_ms);
 TB_API void tb_run(tb_client *client);
 
 typedef enum tb_next_result {
-    TB_NEXT_END = -1,   /* nothing will come any more: every end was read */
+    TB_NEXT_END = -1,    /* nothing will come any more: every end was read */
     TB_NEXT_TIMEOUT = 0, /* the time is up, or a signal or tb_wake came */
-    TB_NEXT_EVENT = 1   /* *event is filled */
+    TB_NEXT_EVENT = 1    /* *event is filled */
 } tb_next_result;
 
 /* The next event of any job without callback; of one job. Others keep theirs. */
@@ -216,7 +217,8 @@ TB_API size_t tb_num_running(const tb_client *client);
  * already ended with. No effect after the end. */
 TB_API void tb_cancel(tb_job *job);
 
-/* Forgets the job; one that still runs is cancelled, unless durable or followed. NULL is allowed. */
+/* Frees the handle, also in the job's own callback. A job that still runs is cancelled, unless it is durable
+ * or followed. NULL is allowed. */
 TB_API void tb_job_free(tb_job *job);
 
 TB_API const char *tb_job_id(const tb_job *job);

@@ -27,7 +27,7 @@ static bool set_up(tb_client *client) {
     int64_t max_bytes = INCOMING.max_body_bytes;
     bool is_good = set_int(socket, ZMQ_LINGER, LINGER_MS) && set_int(socket, ZMQ_IMMEDIATE, 1) &&
                    set_int(socket, ZMQ_RCVHWM, 0) && set_int(socket, ZMQ_SNDHWM, 0) &&
-                   set_int(socket, ZMQ_IPV6, 1) &&
+                   set_int(socket, ZMQ_IPV6, strchr(client->endpoint, '[') != NULL) &&
                    zmq_setsockopt(socket, ZMQ_MAXMSGSIZE, &max_bytes, sizeof max_bytes) == 0;
     for (int i = 0; i < 3 && is_good; i++)
         if (client->curve[i] != NULL)

@@ -22,6 +22,10 @@ static void die(const char *what) {
     exit(1);
 }
 
+static const char *curve_secret_key;
+
+void router_use_curve(const char *secret_key) { curve_secret_key = secret_key; }
+
 router *router_new(const char *boot, int64_t heartbeat_ms, const char *endpoint) {
     static int number;
     router *self = calloc(1, sizeof *self);
@@ -32,8 +36,12 @@ router *router_new(const char *boot, int64_t heartbeat_ms, const char *endpoint)
     snprintf(self->boot, sizeof self->boot, "%s", boot);
     if (endpoint != NULL) snprintf(self->endpoint, sizeof self->endpoint, "%s", endpoint);
     else snprintf(self->endpoint, sizeof self->endpoint, "ipc:///tmp/tokenbus-%d-%d.sock", (int)getpid(), number++);
-    int linger = 0;
+    int linger = 0, is_server = 1;
     zmq_setsockopt(self->socket, ZMQ_LINGER, &linger, sizeof linger);
+    if (curve_secret_key != NULL) {
+        zmq_setsockopt(self->socket, ZMQ_CURVE_SERVER, &is_server, sizeof is_server);
+        zmq_setsockopt(self->socket, ZMQ_CURVE_SECRETKEY, curve_secret_key, 41);
+    }
     if (zmq_bind(self->socket, self->endpoint) != 0) die("cannot bind");
     return self;
 }

@@ -26,6 +26,8 @@ typedef struct heard {
 /* endpoint: NULL for a new one. A second router may take the endpoint of one that was freed. */
 router *router_new(const char *boot, int64_t heartbeat_ms, const char *endpoint);
 void router_free(router *router);
+/* Routers made from now on ask for CURVE, with this secret key (Z85); NULL: no longer. */
+void router_use_curve(const char *secret_key);
 const char *router_endpoint(const router *router);
 
 /* Lets the client work until a message of the type came; HELLO and PING before it are answered, others

@@ -1,5 +1,6 @@
 /* Connections that break, workers that restart or fall silent: docs/PROTOCOL.md section 5.6. */
 #include <pthread.h>
+#include <zmq.h>
 
 #include "kit.h"
 
@@ -120,6 +121,27 @@ static void a_ping_is_answered(void) {
     stop();
 }
 
+static void curve_keys_open_a_worker_that_asks_for_them(void) {
+    char server[2][41], own[2][41], other[2][41];
+    if (!zmq_has("curve")) return; /* libzmq was built without it */
+    CHECK(zmq_curve_keypair(server[0], server[1]) == 0 && zmq_curve_keypair(own[0], own[1]) == 0);
+    CHECK(zmq_curve_keypair(other[0], other[1]) == 0);
+    router_use_curve(server[1]);
+    tb_options options = {.curve_server_key = server[0], .curve_public_key = own[0], .curve_secret_key = own[1]};
+    start_with(2000, &options);
+    start_job();
+    router_done(worker, "j", "", "stop", 1, IDS, 0);
+    read_to(TB_DONE);
+    stop();
+    options.curve_server_key = other[0]; /* not the one of this worker */
+    options.give_up_ms = 300;
+    start_with(2000, &options);
+    submit("j");
+    CHECK(read_failure() == TB_UNAVAILABLE);
+    stop();
+    router_use_curve(NULL);
+}
+
 static void *wake(void *ignored) {
     (void)ignored;
     tb_wake(client);
@@ -150,6 +172,7 @@ int main(void) {
     junk_from_the_worker_is_survived_and_at_last_refused();
     a_ping_is_answered();
     another_thread_ends_a_wait();
-    printf("connection: 10 cases, no failures\n");
+    curve_keys_open_a_worker_that_asks_for_them();
+    printf("connection: 11 cases, no failures\n");
     return 0;
 }

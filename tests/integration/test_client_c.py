@@ -1,0 +1,292 @@
+"""The C library against live workers: the same answers as the Python client, also when the engine
+or the broker is killed in mid-stream. Compiles into a temporary directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import FakeModel
+from engine.fake_runner import expected_tokens
+from ops.models import CATALOG, DEFAULT_MODEL, is_cached
+from ops.worker_process import run_worker
+from tests.integration.worker import ROOT, make_worker, running
+from tests.integration.zmq_raw import crc_of, letters_of
+from tokenbus.client import AsyncClient
+
+SOURCE = ROOT / "clients" / "c"
+PACKAGES = ("libzmq", "zlib")
+VOCAB = 512
+RUN_S = 60.0
+
+
+def what_is_missing() -> str:
+    """Tools and headers that the build needs and this machine lacks; a skip also in CI, where the
+    base image may have no compiler.
+    """
+    tools = [tool for tool in ("cc", "c++", "make", "pkg-config") if shutil.which(tool) is None]
+    if tools:
+        return f"no {', '.join(tools)}"
+
+    def has(name: str) -> bool:
+        return subprocess.run(["pkg-config", "--exists", name], check=False).returncode == 0
+
+    packages = [name for name in PACKAGES if not has(name)]
+    if not (has("msgpack-c") or has("msgpack")):
+        packages.append("msgpack-c")
+    return f"no headers of {', '.join(packages)}" if packages else ""
+
+
+MISSING = what_is_missing()
+HINT = "apt-get install gcc g++ make pkg-config libzmq3-dev libmsgpack-dev zlib1g-dev"
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"{MISSING}: {HINT}"),
+    pytest.mark.timeout(400),  # compiles, and two cores may be busy
+]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, examples and test programs, compiled; a warning is an error."""
+    directory = tmp_path_factory.mktemp("libtokenbus")
+    make(directory, "all", "tests", "CFLAGS=-O1 -g -Werror")
+    return directory
+
+
+def make(directory: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["make", "-C", str(SOURCE), f"BUILD={directory}", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+# ------------------------------------------------------------ jobs
+
+
+@dataclass(frozen=True)
+class Job:
+    """One line of input of the stress program."""
+
+    prompt: str
+    max_tokens: int = 40
+    temperature: float = 0.0
+    seed: int = -1
+    kind: str = "0"  # "1": a chat; "cancel": cancelled after three tokens
+
+    def line(self) -> str:
+        parts = (self.max_tokens, self.temperature, self.seed, self.kind, self.prompt)
+        return "\t".join(map(str, parts)) + "\n"
+
+    def options(self) -> dict[str, Any]:
+        """The same job for the Python client."""
+        where: dict[str, Any] = {"prompt": self.prompt}
+        if self.kind == "1":
+            where = {"messages": [{"role": "user", "content": self.prompt}]}
+        seed = {"seed": self.seed} if self.seed >= 0 else {}
+        return {**where, **seed, "max_tokens": self.max_tokens, "temperature": self.temperature}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a job ended, and all of it."""
+
+    end: str
+    text: bytes
+    ids: tuple[int, ...]
+
+
+@dataclass
+class Stress:
+    """The running stress program."""
+
+    process: asyncio.subprocess.Process
+    log: list[str] = field(default_factory=list)
+
+    async def reach(self, count: int) -> None:
+        """Until every running job has that many tokens."""
+        assert self.process.stderr is not None
+        while not any(int(line.split()[1]) >= count for line in self.log if "tokens " in line):
+            line = await asyncio.wait_for(self.process.stderr.readline(), RUN_S)
+            assert line, self.log
+            self.log.append(line.decode())
+
+    async def answers(self) -> list[Answer]:
+        """Until it ends. Its own checks (holes, repeats, events after an end) must have held."""
+        output, rest = await asyncio.wait_for(self.process.communicate(), 4 * RUN_S)
+        assert self.process.returncode == 0, "".join(self.log) + rest.decode()
+        return [read_answer(line) for line in output.decode().splitlines()]
+
+
+def read_answer(line: str) -> Answer:
+    _, end, seq, crc, text, *rest = line.split("\t")
+    ids = tuple(int(i) for i in rest[0].split(",")) if rest else ()
+    assert int(seq) == len(ids)
+    assert end not in ("stop", "length", "cancelled") or int(crc) == crc_of(list(ids))
+    return Answer(end, bytes.fromhex(text), ids)
+
+
+async def start(build: Path, endpoint: str, jobs: Sequence[Job], *mode: str) -> Stress:
+    pipe = asyncio.subprocess.PIPE
+    command = [str(build / "stress"), endpoint, *mode]
+    if mode == ("valgrind",):
+        checks = ("--quiet", "--error-exitcode=9", "--leak-check=full", "--show-leak-kinds=all")
+        command = ["valgrind", *checks, "--errors-for-leak-kinds=all", *command[:2]]
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdin is not None
+    process.stdin.write("".join(job.line() for job in jobs).encode())
+    process.stdin.close()
+    return Stress(process)
+
+
+async def run_c(build: Path, endpoint: str, jobs: Sequence[Job], *mode: str) -> list[Answer]:
+    return await (await start(build, endpoint, jobs, *mode)).answers()
+
+
+async def run_python(endpoint: str, jobs: Sequence[Job]) -> list[Answer]:
+    async def one(client: AsyncClient, job: Job) -> Answer:
+        stream = client.generate(**job.options())
+        events = [event async for event in stream]
+        assert stream.done is not None
+        text = "".join(event.text for event in events)
+        return Answer(stream.done.reason, text.encode(), tuple(i for e in events for i in e.ids))
+
+    async with AsyncClient(zmq=endpoint) as client:
+        return list(await asyncio.gather(*(one(client, job) for job in jobs)))
+
+
+def twenty_jobs(max_tokens: int) -> list[Job]:
+    """Ten greedy and ten seeded ones, some of them chats."""
+    topics = ("The sea is", "Grüße, 你好 🙂", "def add(a, b):", "Once upon a time", "1 2 3 4")
+    greedy = [Job(f"{t} {i}", max_tokens, kind=str(i % 2)) for t in topics for i in range(2)]
+    seeded = [Job(f"{t} {i}", max_tokens, 0.9, seed=i) for t in topics for i in range(2)]
+    return greedy + seeded
+
+
+# ------------------------------------------------------------ the programs
+
+
+def test_vectors_and_scripted_workers_pass_without_an_error_in_memory(build: Path) -> None:
+    target = "memcheck" if shutil.which("valgrind") else "test"
+    output = make(build, target, "CFLAGS=-O1 -g -Werror")
+    assert output.count("no failures") == 3
+    assert ", 0 failures" in output
+
+
+async def test_the_examples_stream_an_answer(build: Path, tmp_path: Path) -> None:
+    async with running(make_worker(tmp_path, fake=FakeModel(vocab_size=VOCAB))) as worker:
+        for program, prompt in (("example", "hello"), ("example-cpp", "hello")):
+            arguments = [prompt, "20"] if program == "example" else [prompt]
+            process = await asyncio.create_subprocess_exec(
+                build / program,
+                worker.endpoint,
+                *arguments,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            output, errors = await asyncio.wait_for(process.communicate(), RUN_S)
+            assert process.returncode == 0, errors
+            if program == "example":
+                ids = expected_tokens([b % VOCAB for b in prompt.encode()], 20, VOCAB)
+                assert output.decode() == letters_of(ids)
+            assert errors.decode().strip().startswith("length")
+
+
+async def test_an_installed_library_is_found_by_pkg_config(build: Path, tmp_path: Path) -> None:
+    make(build, "install", f"PREFIX={tmp_path}")
+    environment = {**os.environ, "PKG_CONFIG_PATH": str(tmp_path / "lib" / "pkgconfig")}
+    command = (
+        f"cc {SOURCE}/examples/example.c -o {tmp_path}/example"
+        f" $(pkg-config --cflags --libs tokenbus) -Wl,-rpath,{tmp_path}/lib && {tmp_path}/example"
+    )
+    done = subprocess.run(
+        command, shell=True, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
+
+
+# ------------------------------------------------------------ live workers
+
+
+async def test_twenty_jobs_have_the_same_bytes_as_with_the_python_client(
+    build: Path, tmp_path: Path
+) -> None:
+    jobs = twenty_jobs(max_tokens=40)
+    async with running(make_worker(tmp_path, fake=FakeModel(vocab_size=VOCAB))) as worker:
+        expected = await run_python(worker.endpoint, jobs)
+        assert len({answer.ids for answer in expected}) == len(jobs)
+        for mode in ((), ("fd",)):
+            assert await run_c(build, worker.endpoint, jobs, *mode) == expected
+
+
+async def test_refused_and_cancelled_jobs_end_among_others(build: Path, tmp_path: Path) -> None:
+    jobs = [Job("a"), Job("b", max_tokens=0), Job("c", max_tokens=2000, kind="cancel"), Job("d")]
+    mode = ("valgrind",) if shutil.which("valgrind") else ()
+    fake = FakeModel(vocab_size=VOCAB, step_ms=2.0)
+    async with running(make_worker(tmp_path, fake=fake)) as worker:
+        answers = await run_c(build, worker.endpoint, jobs, *mode)
+    assert [answer.end for answer in answers] == ["length", "invalid", "cancelled", "length"]
+    assert 3 <= len(answers[2].ids) < 2000
+
+
+async def test_kill_of_the_engine_in_mid_stream_leaves_no_hole_and_no_repeat(
+    build: Path, tmp_path: Path
+) -> None:
+    jobs = twenty_jobs(max_tokens=120)
+    fake = FakeModel(vocab_size=VOCAB, step_ms=3.0)
+    async with running(make_worker(tmp_path, fake=fake)) as worker:
+        expected = await run_c(build, worker.endpoint, jobs)
+        stress = await start(build, worker.endpoint, jobs)
+        for count, reached in ((2, 20), (3, 60)):
+            await stress.reach(reached)
+            await worker.kill_engine()
+            await worker.start_engine()
+            await worker.wait_for("ready", count)
+        assert await stress.answers() == expected
+
+
+async def test_kill_of_the_broker_in_mid_stream_is_survived_by_submitting_again(
+    build: Path, tmp_path: Path
+) -> None:
+    jobs = twenty_jobs(max_tokens=120)
+    fake = FakeModel(vocab_size=VOCAB, step_ms=3.0)
+    async with running(make_worker(tmp_path, fake=fake)) as worker:
+        expected = await run_c(build, worker.endpoint, jobs)
+        stress = await start(build, worker.endpoint, jobs)
+        await stress.reach(30)
+        assert worker.broker is not None
+        worker.broker.kill()
+        await worker.broker.wait()
+        await worker.start_broker()  # on the same endpoint; the engine reconnects
+        assert await stress.answers() == expected
+
+
+@pytest.mark.skipif(
+    not is_cached(CATALOG[DEFAULT_MODEL]) and "CI" not in os.environ,
+    reason=f"tokenbus model fetch {DEFAULT_MODEL}",
+)
+async def test_the_real_model_gives_both_clients_the_same_text_also_across_a_kill(
+    build: Path, tmp_path: Path
+) -> None:
+    jobs = twenty_jobs(max_tokens=24)
+    async with run_worker(tmp_path) as worker:
+        expected = await run_python(worker.ready["zmq"], jobs)
+        stress = await start(build, worker.ready["zmq"], jobs)
+        await stress.reach(10)
+        os.kill(worker.pids["engine"], signal.SIGKILL)
+        assert await stress.answers() == expected
+    assert all(answer.text.strip() for answer in expected)
