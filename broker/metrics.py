@@ -163,7 +163,7 @@ class Metrics:
 
     def _take_load(self, used_blocks: int, total_blocks: int, preemptions: int) -> None:
         self.set("kv_blocks_used", used_blocks)
-        self.set("kv_blocks_total", total_blocks)
+        self.set("kv_blocks", total_blocks)
         if preemptions > self._preemptions:
             self.add("preemptions_total", preemptions - self._preemptions)
             self._preemptions = preemptions
@@ -182,7 +182,7 @@ class Metrics:
             "jobs_ended": sum(count for _, count in by_outcome),
             "max_running": self._max_running,
             "used_blocks": self.get("kv_blocks_used"),
-            "total_blocks": self.get("kv_blocks_total"),
+            "total_blocks": self.get("kv_blocks"),
             "preemptions": self.get("preemptions_total"),
             "engine_restarts": self.get("engine_restarts_total"),
             "ttft_p50_ms": p50_ms,

@@ -97,7 +97,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("phase_seconds_total", _C, "Time of the engine's loop, by phase", ("phase",)),
     Metric("kv_blocks_used", _G, "KV cache blocks in use"),
     Metric("kv_blocks_cached", _G, "Free KV cache blocks that hold a known prefix"),
-    Metric("kv_blocks_total", _G, "KV cache blocks"),
+    Metric("kv_blocks", _G, "KV cache blocks"),
     Metric("preemptions_total", _C, "Jobs put back for want of KV cache blocks"),
     # the Redis door
     Metric("redis_up", _G, "1 while Redis answers and takes writes; absent without a Redis door"),

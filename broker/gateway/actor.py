@@ -16,11 +16,12 @@ import structlog
 
 from broker.actor import Actor, ActorSystem, Overflow
 from broker.config import BrokerConfig, ZmqConfig
-from broker.gateway.jobs import Jobs, Wiring, job_stats
+from broker.gateway.jobs import Jobs, Wiring
 from broker.gateway.router import Router
 from broker.gateway.security import Curve
 from broker.gateway.sender import Sender
 from broker.gateway.sessions import Client, Peer
+from broker.gateway.table import StreamTable
 from broker.messages import Address, Capacity, Drain, EngineState
 from broker.text.vocabulary import Vocabulary
 from tokenbus.bodies import (
@@ -85,8 +86,9 @@ class GatewayActor(Actor):
         self._router = Router(system.loop, self._config, curve)
         self.endpoint = self._router.endpoint
         self._sender = Sender(self._router, self._config.log_tokens_per_job)
-        wiring = Wiring(self, text, ledger)
-        self._jobs = Jobs(self._config, vocabulary, curve is not None, wiring, self._sender)
+        retain_ms, retain_jobs = self._config.retain_ms, self._config.retain_jobs
+        self._table = StreamTable(retain_ms, retain_jobs, has_keys=curve is not None)
+        self._jobs = Jobs(self._table, vocabulary, Wiring(self, text, ledger), self._sender)
         self._sender.on_backlog = self._jobs.on_backlog
         self._peers: dict[bytes, Peer] = {}
         self._clients: dict[str, Client] = {}
@@ -100,11 +102,14 @@ class GatewayActor(Actor):
             MessageType.STATS: self._on_stats,
         }
         self._from_actors: dict[type, Callable[[Any], None]] = {
-            **self._jobs.handlers,
             EngineState: self._on_engine_state,
             Drain: self._on_drain,
             Capacity: lambda _: None,  # for doors that fetch jobs; clients bring theirs
         }
+
+    def connect_relay(self, relay: Address) -> None:
+        """The Redis door, for durable jobs. Call before `start`."""
+        self._jobs.connect_relay(relay)
 
     def start(self) -> None:
         """Receive."""
@@ -117,7 +122,8 @@ class GatewayActor(Actor):
 
     def handle(self, message: object) -> None:
         """What text and ledger say."""
-        handler = self._from_actors.get(type(message))
+        kind = type(message)
+        handler = self._jobs.handlers.get(kind) or self._from_actors.get(kind)
         if handler is None:
             raise TypeError(f"the gateway takes no {type(message).__name__}")
         handler(message)
@@ -168,6 +174,8 @@ class GatewayActor(Actor):
         kind = MessageType.REJECTED if is_submit and has_session else MessageType.ERROR
         if not has_session:
             where = {}
+        if kind is MessageType.REJECTED:
+            self._jobs.refused[error.code] += 1
         self._sender.answer(peer, kind, error_to_body(error, **where))
 
     def _dispatch(self, peer: Peer, message: Message, key: bytes) -> None:
@@ -227,8 +235,9 @@ class GatewayActor(Actor):
 
     def _on_stats(self, peer: Peer, client: Client, message: Message) -> None:
         job = read_stats_question(message.body)
-        body = self._worker_stats() if job is None else job_stats(self._jobs.find(client, job))
-        self._sender.try_answer(peer, MessageType.STATS, body)
+        body = self._worker_stats() if job is None else self._jobs.stats(client, job)
+        if body is not None:
+            self._sender.try_answer(peer, MessageType.STATS, body)
 
     def _worker_stats(self) -> dict[str, object]:
         state, counts = self._state, self.counts()
@@ -252,7 +261,7 @@ class GatewayActor(Actor):
         return GatewayCounts(
             num_clients=sum(client.peer is not None for client in self._clients.values()),
             num_muted=sum(peer.muted_until_s > now_s for peer in self._peers.values()),
-            num_streams=self._jobs.num_open,
+            num_streams=self._table.num_open,
             num_events=self._sender.num_events,
             num_messages=self._sender.num_messages,
             refused=self._jobs.refused,
@@ -264,6 +273,7 @@ class GatewayActor(Actor):
         self._state = message
 
     def _on_drain(self, message: Drain) -> None:
+        self._jobs.drain()
         for client in self._clients.values():
             if client.peer is not None:
                 body = {"drain_ms": message.drain_ms}
@@ -290,7 +300,7 @@ class GatewayActor(Actor):
         for routing_id, peer in list(self._peers.items()):
             if now_s - peer.last_heard_s > gone_s and now_s >= peer.muted_until_s:
                 del self._peers[routing_id]
-        self._jobs.forget_old()
+        self._table.forget_old()
 
     def _give_up(self, client: Client) -> None:
         log.info("client.gone", client=client.name, streams=len(client.streams))
