@@ -173,6 +173,28 @@ async def test_a_restarted_worker_goes_on_from_the_tokens_the_client_holds() -> 
     assert first.hellos[0].body["client"] == second.hellos[0].body["client"]
 
 
+async def test_a_hello_that_died_with_its_worker_is_said_to_the_next_one() -> None:
+    """The second worker dies between HELLO and WELCOME; ZeroMQ itself reconnects to the third."""
+    async with FakeWorker(heartbeat_ms=400) as first:
+        port = first.port
+        async with AsyncClient(zmq=first.endpoint, timeouts=Timeouts(give_up_s=30)) as client:
+            reading = asyncio.create_task(collect(client, max_tokens=8))
+            await first.expect(T.SUBMIT)
+            await first.accept("j", seed=123)
+            await first.tokens(("j", 1, [5, 6], "ab"))
+            await first.settle()
+            first.kill()
+            async with FakeWorker(boot="boot-2", port=port) as second:
+                second.greets = False
+                await second.expect(T.HELLO)
+            async with asyncio.timeout(10), FakeWorker(boot="boot-3", port=port) as third:
+                await third.expect(T.SUBMIT)
+                await third.accept("j", seed=123, seq=2)
+                await third.tokens(("j", 3, [7], "c"))
+                await third.done("j", [5, 6, 7])
+                assert await reading == "abc"
+
+
 async def test_a_new_connection_to_the_same_worker_resumes(
     worker: FakeWorker, client: AsyncClient
 ) -> None:

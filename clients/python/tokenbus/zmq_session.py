@@ -52,7 +52,7 @@ class ZmqSession:
         self._heartbeat_s = 2.0
         self._limits = Limits()
         self._granted = self._received = 0
-        self._last_sent_s = self._last_heard_s = self._loop.time()
+        self._last_sent_s = self._last_heard_s = self._hello_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._is_live = False
         self.lost: asyncio.Future[TokenbusError] = self._loop.create_future()
@@ -96,6 +96,7 @@ class ZmqSession:
 
     def _say_hello(self) -> None:
         self._is_live = False
+        self._hello_s = self._loop.time()
         self._granted, self._received = self._hello.credit, 0
         self.send(MessageType.HELLO, self._hello.to_body())
 
@@ -141,7 +142,9 @@ class ZmqSession:
     def _on_own_error(self, error: TokenbusError) -> None:
         """An error about a message of ours, not about a job."""
         if isinstance(error, NoSession):
-            if self._is_live:
+            # Several messages may have met a new worker: one HELLO answers them all. But the worker
+            # may have died with that HELLO: then the next heartbeat learns it.
+            if self._is_live or self._loop.time() - self._hello_s > self._heartbeat_s / 2:
                 self._say_hello()
         elif isinstance(error, VersionMismatch) or not self._is_live:
             self._lose(error)
