@@ -1,88 +1,21 @@
-"""The sampler's random numbers: Gumbel noise from a counter, keyed by (seed, position, token id).
+"""The sampler's random numbers on the device: Gumbel noise from a counter.
 
-Philox-4x32-10 has no state: the noise of a token depends on nothing but these three, so a row
-draws the same token in any batch, after a preemption and after a restart. NumPy and torch
-references and a Triton device function.
-
-Formula: x = first word of Philox(key = seed, counter = (token id, position, 0, 0)); u = ((x >> 9)
-+ 0.5) * 2^-23; g = -log(-log(u)). 23 bits and not 24, because n + 0.5 is then exact in float32:
-with 24 bits the largest word would round to u = 1 and g to infinity, once in 2^24 tokens, which a
-vocabulary of 150,000 meets every hundred samples.
+The formula and the NumPy reference are in kernels/noise.py; here are the torch reference and the
+Triton device function.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
-GUMBEL_MIN = -2.9
-"""Below every possible noise value: -log(-log(2^-24)) = -2.81."""
-GUMBEL_MAX = 16.7
-"""Above every possible noise value: -log(-log(1 - 2^-24)) = 16.64."""
-GUMBEL_SPAN = GUMBEL_MAX - GUMBEL_MIN
-"""A token whose scaled logit is this far below the best one can never win."""
-
-_ROUNDS = 10
-_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
-_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
-_MASK = 0xFFFFFFFF
-
-Uint32Array = npt.NDArray[np.uint32]
-
-
-def philox_4x32_10(
-    seed: int, c0: Uint32Array, c1: Uint32Array, c2: Uint32Array, c3: Uint32Array
-) -> tuple[Uint32Array, Uint32Array, Uint32Array, Uint32Array]:
-    """Philox-4x32 with 10 rounds.
-
-    Args:
-        seed: 64-bit key, low word first; negative values count as two's complement.
-        c0, c1, c2, c3: uint32 counter words, of shapes that broadcast.
-
-    Returns:
-        Four uint32 arrays of the broadcast shape.
-    """
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    words = np.broadcast_arrays(c0, c1, c2, c3)
-    w0, w1, w2, w3 = (word.astype(np.uint64) for word in words)
-    mask, shift = np.uint64(_MASK), np.uint64(32)
-    for _ in range(_ROUNDS):
-        product_a = w0 * np.uint64(_ROUND_A)
-        product_b = w2 * np.uint64(_ROUND_B)
-        w0 = (product_b >> shift) ^ w1 ^ np.uint64(k0)
-        w2 = (product_a >> shift) ^ w3 ^ np.uint64(k1)
-        w1 = product_b & mask
-        w3 = product_a & mask
-        k0, k1 = (k0 + _KEY_A) & _MASK, (k1 + _KEY_B) & _MASK
-    return (
-        w0.astype(np.uint32),
-        w1.astype(np.uint32),
-        w2.astype(np.uint32),
-        w3.astype(np.uint32),
-    )
-
-
-def gumbel_ref(
-    seed: int, position: int, token_ids: npt.NDArray[np.integer]
-) -> npt.NDArray[np.float32]:
-    """Gumbel noise of some tokens at one position, in NumPy.
-
-    Args:
-        seed: the request's 64-bit seed.
-        position: absolute position in the sequence of the token to be sampled.
-        token_ids: integers of any shape, each in [0, 2^32).
-
-    Returns:
-        float32 of the shape of token_ids, each in (GUMBEL_MIN, GUMBEL_MAX).
-    """
-    zero = np.zeros((), np.uint32)
-    ids = np.asarray(token_ids).astype(np.uint32)
-    x, _, _, _ = philox_4x32_10(seed, ids, np.asarray(position, np.uint32), zero, zero)
-    u = ((x >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
-    return -np.log(-np.log(u))
+from kernels.noise import GUMBEL_MAX as GUMBEL_MAX
+from kernels.noise import GUMBEL_MIN as GUMBEL_MIN
+from kernels.noise import GUMBEL_SPAN as GUMBEL_SPAN
+from kernels.noise import KEY_A, KEY_B, MASK, ROUND_A, ROUND_B, ROUNDS
+from kernels.noise import gumbel_ref as gumbel_ref
+from kernels.noise import philox_4x32_10 as philox_4x32_10
 
 
 def gumbel_torch_ref(
@@ -99,15 +32,15 @@ def gumbel_torch_ref(
         float32 of the broadcast shape, on the device of the arguments.
     """
     w0, position, seed = torch.broadcast_tensors(token_ids.long(), positions.long(), seeds)
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
     w1, w2, w3 = position, torch.zeros_like(w0), torch.zeros_like(w0)
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         # The products wrap in int64; the masks after the shifts drop the sign.
-        product_a, product_b = w0 * _ROUND_A, w2 * _ROUND_B
-        w0 = ((product_b >> 32) & _MASK) ^ w1 ^ k0
-        w2 = ((product_a >> 32) & _MASK) ^ w3 ^ k1
-        w1, w3 = product_b & _MASK, product_a & _MASK
-        k0, k1 = (k0 + _KEY_A) & _MASK, (k1 + _KEY_B) & _MASK
+        product_a, product_b = w0 * ROUND_A, w2 * ROUND_B
+        w0 = ((product_b >> 32) & MASK) ^ w1 ^ k0
+        w2 = ((product_a >> 32) & MASK) ^ w3 ^ k1
+        w1, w3 = product_b & MASK, product_a & MASK
+        k0, k1 = (k0 + KEY_A) & MASK, (k1 + KEY_B) & MASK
     u = ((w0 >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(u))
 

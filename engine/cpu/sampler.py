@@ -12,7 +12,7 @@ import torch
 
 from engine.cpu.tables import RowTables
 from engine.plan import BoolArray, IntArray
-from kernels.rng import GUMBEL_SPAN, gumbel_ref
+from kernels.noise import GUMBEL_SPAN, gumbel_ref
 
 _GREEDY_BELOW = 1e-5
 

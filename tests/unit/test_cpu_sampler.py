@@ -10,7 +10,7 @@ from broker.ring.records import Sampling
 from engine.cpu.sampler import sample
 from engine.cpu.tables import RowTables
 from engine.plan import NewRow, StepPlan
-from kernels.rng import gumbel_ref
+from kernels.noise import gumbel_ref
 
 VOCAB = 500
 NO_IDS = np.zeros(0, np.int32)
