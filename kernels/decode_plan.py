@@ -84,7 +84,8 @@ def _cost(items, share, longest, num_kv_heads, num_programs, max_slots, PER_ITEM
     return tl.where(total <= max_slots, cost, 1e30)
 
 
-@triton.jit
+# Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["batch_size"])
 def _plan_kernel(
     items_ptr,
     counts_ptr,

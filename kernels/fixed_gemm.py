@@ -20,7 +20,8 @@ GROUP_M = 8
 """Row tiles that are walked before the next column tile, so that they share weight tiles in L2."""
 
 
-@triton.jit
+# Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _fixed_gemm_kernel(
     out_ptr,
     x_ptr,

@@ -14,7 +14,8 @@ import triton.language as tl
 from kernels.pdl import pdl_begin, pdl_options
 
 
-@triton.jit
+# Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _expand_inputs_kernel(
     token_row_ptr,
     position_ptr,

@@ -32,7 +32,11 @@ def _find_entry(cu_seqlens_ptr, block, batch_size, BLOCK_Q: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+# Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
+@triton.jit(
+    do_not_specialize=["batch_size"],
+    do_not_specialize_on_alignment=["row_ptr", "seq_len_ptr", "cu_seqlens_ptr"],
+)
 def _prefill_kernel(
     out_ptr,
     q_ptr,

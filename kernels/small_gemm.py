@@ -43,7 +43,8 @@ def new_gemm_workspace(device: torch.device) -> GemmWorkspace:
     )
 
 
-@triton.jit
+# Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _small_gemm_kernel(
     out_ptr,
     x_ptr,
@@ -229,7 +230,7 @@ def small_linear(
         rms_norm(norm_scratch, x, norm_weight, eps, pdl=pdl)
         x, norm_weight = norm_scratch, None
     if tile is None:
-        tile = small_gemm_tile(num_tokens, num_rows, k)
+        tile = small_gemm_tile(num_tokens, num_rows, k, x.element_size())
     # Beyond 16 rows the 64-row matrix instruction beats two or three 16-row ones.
     block_m = 16 if num_tokens <= 16 else 64
     num_blocks = triton.cdiv(num_rows, tile.block_n)

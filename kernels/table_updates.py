@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["num_changes"])
 def _apply_block_changes_kernel(
     changes, block_table, num_changes, table_stride, BLOCK: tl.constexpr
 ):

@@ -157,8 +157,11 @@ _SMALL_GEMM_TILES: dict[tuple[int, int, int], SmallGemmTile] = {
 }
 
 
-def small_gemm_tile(m: int, n: int, k: int) -> SmallGemmTile:
-    """Tile of small_linear for m rows and a weight [n, k]."""
+def small_gemm_tile(m: int, n: int, k: int, element_bytes: int = 2) -> SmallGemmTile:
+    """Tile of small_linear for m rows and a weight [n, k]; element_bytes: of x and the weight."""
+    if element_bytes == 4:
+        # Twice the bytes a tile: two stages of these fit in shared memory for 64 rows.
+        return SmallGemmTile(16, min(64, max(16, _power_of_2_up(k))), 1, 4, 2)
     bucket = 16 if m <= 16 else 64
     tile = _SMALL_GEMM_TILES.get((bucket, n, k))
     if tile is not None:

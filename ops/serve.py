@@ -217,8 +217,9 @@ class Worker:
 
 def import_path() -> str:
     """PYTHONPATH under which a child finds the packages that this process runs."""
-    roots = [Path(str(module.__file__)).parent.parent for module in (broker, tokenbus)]
-    return os.pathsep.join(dict.fromkeys(str(root) for root in roots))
+    roots = [str(Path(str(module.__file__)).parent.parent) for module in (broker, tokenbus)]
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(dict.fromkeys([*roots, *given]))
 
 
 def child_environment(settings: Settings) -> dict[str, str]:

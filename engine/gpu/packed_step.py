@@ -23,7 +23,7 @@ def upload_capacity(limits: StepLimits) -> int:
     rows = limits.max_num_seqs
     changes = limits.max_num_batched_tokens // limits.block_size + 2 * rows
     cached = rows * limits.blocks_per_seq  # a prefix hit brings a row's whole table at once
-    return 3 * (changes + cached) + 6 * rows + 8
+    return 3 * (changes + cached) + 6 * rows + 64
 
 
 class PackedSteps:

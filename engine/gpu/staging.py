@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 NUM_SLOTS = 3
+_ALIGNED_INTS = 4  # views start at 16 bytes: kernels are not compiled again for odd pointers
 
 IntArray = npt.NDArray[np.int32]
 
@@ -50,6 +51,6 @@ class StepUpload:
             end = at + len(array)
             host[at:end] = array
             spans.append((at, end))
-            at = end
+            at = -(-end // _ALIGNED_INTS) * _ALIGNED_INTS
         self._device[:at].copy_(tensor[:at], non_blocking=True)
         return [self._device[begin:end] for begin, end in spans]
