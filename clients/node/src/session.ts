@@ -31,6 +31,7 @@ export class Session {
   #heartbeatMs = 2_000;
   #lastSentMs = performance.now();
   #lastHeardMs = performance.now();
+  #helloMs = performance.now();
   #timer: NodeJS.Timeout | undefined;
   #limits = DEFAULT_LIMITS;
 
@@ -84,6 +85,7 @@ export class Session {
 
   #sayHello(): void {
     this.#isLive = false;
+    this.#helloMs = performance.now();
     this.#granted = this.credit;
     this.#received = 0;
     const { client, credit, tenant } = this;
@@ -136,7 +138,9 @@ export class Session {
 
   #onOwnError(error: TokenbusError): void {
     if (error.code === "no_session") {
-      if (this.#isLive) this.#sayHello();
+      // Several messages may have met a new worker: one HELLO answers them all. But the worker may have died with
+      // that HELLO: then the next heartbeat learns it.
+      if (this.#isLive || performance.now() - this.#helloMs > this.#heartbeatMs / 2) this.#sayHello();
     } else if (error.code === "version" || !this.#isLive) {
       this.#lose(error);
     }

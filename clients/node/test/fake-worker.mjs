@@ -5,6 +5,7 @@ import { MessageType as T, crc32OfIds, decode, encode } from "../dist/index.js";
 
 export class FakeWorker {
   hellos = [];
+  greets = true;
   credits = [];
   #greeted = new Set();
   #peer = Buffer.alloc(0);
@@ -35,7 +36,7 @@ export class FakeWorker {
       const message = await this.receive();
       if (message.type === T.HELLO) {
         this.hellos.push(message.body);
-        await this.welcome();
+        if (this.greets) await this.welcome();
       } else if (!this.#greeted.has(this.#peer.toString("hex"))) {
         await this.send(T.ERROR, { code: "no_session", message: "say HELLO", retry: true });
         continue;

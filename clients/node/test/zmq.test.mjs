@@ -88,6 +88,28 @@ test("a restarted worker goes on from the tokens the client holds", async () => 
   second.close();
 });
 
+test("a HELLO that died with its worker is said to the next one", async () => {
+  const first = await new FakeWorker({ heartbeatMs: 400 }).bind();
+  const client = new Client({ zmq: first.endpoint });
+  const reading = read(client, { maxTokens: 8 });
+  await first.expect(T.SUBMIT);
+  await first.accept("j", 123);
+  await first.tokens(["j", 1, [5, 6], "ab"]);
+  await first.settle();
+  first.close();
+  const second = await new FakeWorker({ boot: "boot-2" }).bind(first.endpoint);
+  second.greets = false;
+  await second.expect(T.HELLO);
+  second.close();
+  const third = await new FakeWorker({ boot: "boot-3", heartbeatMs: 400 }).bind(first.endpoint);
+  await third.expect(T.SUBMIT);
+  await third.accept("j", 123, 2);
+  await third.done("j", [5, 6]);
+  assert.equal(await reading, "ab");
+  await client.close();
+  third.close();
+});
+
 test("a new connection to the same worker resumes", () => withWorker(async (worker, client) => {
   const reading = read(client);
   await worker.expect(T.SUBMIT);
