@@ -41,8 +41,13 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. R rows; the first num_decode rows compute one token each and sample; the rest are
-    prompt chunks.
+    """One step. R rows; the first num_decode rows compute one token each; the rest are prompt
+    chunks.
+
+    A decode row with `sample` unset computes the KV of an output token that is known already (of a
+    continued run, or of one that lost its KV) and yields nothing. Only runners with
+    `RunnerInfo.replays_by_decode` get such rows; for the others those tokens are part of the prompt
+    chunks, and all decode rows sample.
 
     rows int32 [R]: row numbers. num_computed int32 [R]: tokens whose KV is in the cache before the
     step. num_new int32 [R]: tokens to compute, at positions num_computed .. num_computed + num_new
@@ -94,6 +99,13 @@ class RunnerInfo:
     weight_bytes: int
     kv_bytes: int
     quantization: str = "none"
+    chunk_align_tokens: int = 1
+    """Prompt chunks end at multiples of it or at the prompt's end, and prefix hits are multiples of
+    it, so where the pieces of a prompt begin and end does not depend on what else is computed."""
+    replays_by_decode: bool = False
+    """Output tokens are always computed by decode rows, also for the second time, so their KV has
+    the same bits again. Needed where prompt chunks and decode rows round differently."""
+    max_held_stop_ids: int = 1 << 30  # stop ids that min_tokens can hold back in one row
 
 
 class Runner(Protocol):

@@ -109,6 +109,13 @@ def _find_problem(s: Submit, info: RunnerInfo) -> Reject | None:
         )
     if s.min_tokens < 0:
         return reject("invalid", "min_tokens", f"min_tokens is {s.min_tokens}: expected 0 or more")
+    if s.min_tokens and len(s.stop_token_ids) > info.max_held_stop_ids:
+        return reject(
+            "unsupported",
+            "min_tokens",
+            f"min_tokens with {len(s.stop_token_ids)} stop token ids: this model's runner holds"
+            f" back at most {info.max_held_stop_ids}, end-of-sequence ids included",
+        )
     if not 0 <= s.priority < NUM_PRIORITIES:
         return reject("invalid", "priority", f"priority is {s.priority}: expected 0, 1 or 2")
     return _find_sampling_problem(s.rid, s.sampling)

@@ -22,6 +22,7 @@ from engine.gpu.runner import GpuRunner
 from engine.loader import LoadedModel, ProgressCallback, load_dummy, load_model, read_spec
 from engine.model.spec import ModelSpec
 from engine.plan import RunnerInfo
+from kernels.sampler import MAX_STOP_IDS
 from kernels.small_gemm import new_gemm_workspace
 
 _BLOCK_SIZE = 64
@@ -138,4 +139,5 @@ def _info(
         load_s=load_s,
         weight_bytes=plan.weight_bytes,
         kv_bytes=plan.kv_bytes,
+        max_held_stop_ids=MAX_STOP_IDS,
     )

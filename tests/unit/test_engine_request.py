@@ -107,3 +107,12 @@ def test_the_queue_does_not_grow_with_runs_that_left_it() -> None:
 
 def test_removing_an_unknown_run_gives_none() -> None:
     assert WaitingQueue().remove(5) is None
+
+
+def test_min_tokens_with_more_stop_ids_than_the_runner_holds_back_is_refused() -> None:
+    info = replace(INFO, max_held_stop_ids=2)
+    submit = make_submit(7, [1], stop=[0, 1, 2], min_tokens=1)
+    rejected = accept(submit, info, 0)
+    assert isinstance(rejected, Reject)
+    assert (rejected.code, rejected.field) == ("unsupported", "min_tokens")
+    assert isinstance(accept(replace(submit, min_tokens=0), info, 0), Request)
