@@ -75,6 +75,8 @@ def build(config: BrokerConfig, loop: asyncio.AbstractEventLoop, monitor: Monito
         monitor.expect("redis")
         streams = StreamsDoor(system, config, text, ledger, monitor)
         metrics.add_door(streams, "redis")
+        if gateway is not None:
+            gateway.connect_relay(streams)
         addresses["redis"] = without_password(config.redis.url)
     doors: list[Actor] = [door for door in (gateway, streams) if door is not None]
     for door in doors:

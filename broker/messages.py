@@ -282,6 +282,28 @@ class Follow:
     after: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Find:
+    """Does Redis know this job? The answer is `Found`. For jobs that were put there before this
+    broker started, or by another one."""
+
+    job: str
+    door: Address
+    context: object = None  # comes back untouched
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """fields: the job's hash, None if there is no such job. seq: of its last token. error: Redis
+    could not be asked."""
+
+    job: str
+    context: object
+    fields: Mapping[str, str] | None = None
+    seq: int = 0
+    error: TokenbusError | None = None
+
+
 # ---------------------------------------------------------------- door -> app
 
 

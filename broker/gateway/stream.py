@@ -11,7 +11,7 @@ from array import array
 from enum import Enum
 
 from broker.gateway.sessions import Client
-from broker.messages import Done, Failed, Prepared, Tokens
+from broker.messages import Address, Done, Failed, Prepared, Tokens
 from broker.text.detokenizer import Detokenizer
 from tokenbus.errors import Gone
 
@@ -33,12 +33,15 @@ class Stream:
     __slots__ = (
         "_base", "_ids", "_num_chars", "_pieces", "_sent_chars", "attempt", "base_seq", "client",
         "deadline_ns", "digest", "ended_s", "is_attached", "is_cancelled", "is_paused", "job",
-        "prefix", "prompt_tokens", "seed", "sent_seq", "state", "tenant", "terminal",
+        "owner", "prefix", "prompt_tokens", "seed", "sent_seq", "state", "tenant", "terminal",
         "terminal_sent",
     )  # fmt: skip
 
-    def __init__(self, job: str, client: Client, tenant: str, digest: bytes) -> None:
+    def __init__(
+        self, job: str, client: Client, tenant: str, digest: bytes, owner: Address
+    ) -> None:
         self.job = job
+        self.owner = owner  # who ends, pauses and continues the job
         self.client = client
         self.tenant = tenant
         self.digest = digest  # of the request: is a second SUBMIT the same job?
@@ -100,9 +103,9 @@ class Stream:
         self._sent_chars = self._num_chars
 
     def unmark(self, event: Tokens) -> None:
-        """It did not go out after all."""
+        """It did not go out after all; the last marked comes first."""
         self.sent_seq = event.seq - 1
-        self._sent_chars = self._num_chars - len(event.text)
+        self._sent_chars -= len(event.text)
 
     def unsent(self) -> list[object]:
         """The event for a TOKENS message that holds everything unsent, as wire values."""
@@ -153,6 +156,13 @@ class Stream:
         self._num_chars -= len(text)
         self._sent_chars -= len(text)
         self.base_seq += count
+
+    def clear_log(self, seq: int) -> None:
+        """Hold nothing; what comes next follows `seq`."""
+        del self._ids[:]
+        self._pieces = []
+        self._num_chars = self._sent_chars = 0
+        self.base_seq = self.sent_seq = seq
 
     def end(self, event: Done | Failed) -> None:
         """The job's one terminal event."""

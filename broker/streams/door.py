@@ -26,6 +26,7 @@ from broker.messages import (
     Drop,
     EngineState,
     Failed,
+    Find,
     Follow,
     Pause,
     Prepared,
@@ -167,6 +168,8 @@ class StreamsDoor(Actor):
                 self._relay.submit(message)
             case Follow():
                 self._relay.follow(message)
+            case Find():
+                self._relay.find(message)
             case Cancel():
                 self._relay.cancel(message.job)
             case Pause() | Unpause():

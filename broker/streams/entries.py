@@ -18,10 +18,12 @@ from tokenbus.protocol import unpack_map
 
 
 def fingerprint_of(fields: Mapping[bytes, bytes]) -> str:
-    """The same for two entries that ask for the same. The names of a job are not part of it."""
+    """The same for two entries that ask for the same. The names of a job are not part of it, nor
+    is its deadline: one that is sent again has less time left.
+    """
     digest = hashlib.blake2b(digest_size=12)
     for name in sorted(fields):
-        if name not in (b"job", b"idempotency_key"):
+        if name not in (b"job", b"idempotency_key", b"deadline_ms"):
             value = fields[name]
             digest.update(b"%d %d " % (len(name), len(value)) + name + value)
     return digest.hexdigest()
@@ -76,6 +78,15 @@ def read_top(reply: Reply) -> tuple[int, int, bytes]:
     attempt, _, seq = entry_id.partition(b"-")
     event = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"event", b"")
     return int(attempt), int(seq), event
+
+
+def last_seq_of(reply: Reply) -> int:
+    """Seq of the last token in a reply stream, by its last entry; 0 of an empty stream."""
+    _, seq, event = read_top(reply)
+    if event == b"started":
+        fields = reply[0][1]
+        return int(dict(zip(fields[::2], fields[1::2], strict=True)).get(b"seq", 0))
+    return seq - 1 if event in (b"done", b"error") else seq
 
 
 def failed_fields(error: TokenbusError) -> tuple[str, ...]:

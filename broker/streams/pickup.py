@@ -222,7 +222,7 @@ class Pickup:
                 *(job.prompt_tokens, redis.max_attempts, UNFINISHED_TTL_MS, redis.reply_ttl_ms),
                 "" if request.deadline_ms is None else request.deadline_ms,
                 *(PROGRESS_TOKENS, keys.prefix, idem_ttl, int(job is self._suspect)),
-                *(job.fingerprint, int(job.was_asked), redis.dead_max_len),
+                *(job.fingerprint, int(job.was_asked), redis.dead_max_len, request.tenant),
             ),
         )
 

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import structlog
 
@@ -19,28 +20,33 @@ from broker.messages import (
     Done,
     Event,
     Failed,
+    Find,
     Follow,
+    Found,
     Publish,
     Refused,
     SubmitDurable,
     Tokens,
     Usage,
 )
-from broker.streams.entries import fingerprint_of, flat
+from broker.streams.entries import fingerprint_of, flat, last_seq_of
 from broker.streams.intake import BLOCK_MARGIN_S, IDLE_PING_S
-from broker.streams.lane import LinkLost, Reply, ReplyError
+from broker.streams.lane import Command, LinkLost, Reply, ReplyError
 from broker.streams.link import wait_for
 from broker.streams.scripts import script
 from broker.streams.state import RETRY_S, DoorState
 from tokenbus import events
 from tokenbus.entries import event_from_entry
-from tokenbus.errors import BadFrame, Busy, Conflict, Internal
+from tokenbus.errors import BadFrame, Busy, Conflict, Internal, TokenbusError
 from tokenbus.keys import CANCEL_TTL_S, CONTROL_MAX_LEN
 from tokenbus.parse import build_entry
+from tokenbus.request import JobRequest
 
 log = structlog.get_logger("broker.streams")
 
 ENTRIES_PER_READ = 64
+MAX_PER_BATCH = 128
+MAX_WAITING = 10_000  # jobs, or questions, on their way to Redis
 BUSY_RETRY_MS = 1_000
 
 
@@ -62,15 +68,29 @@ class Relay:
         self._state = state
         self._followed: dict[str, _Followed] = {}
         self._to_submit: deque[SubmitDurable] = deque()
+        self._expected: set[str] = set()  # submitted, and to be followed when Redis has them
         self._to_cancel: deque[str] = deque()
+        self._to_find: deque[Find] = deque()
         self._wake_writer = asyncio.Event()
         self._wake_reader = asyncio.Event()
 
     # ------------------------------------------------------------ messages
 
     def submit(self, message: SubmitDurable) -> None:
-        """A new job; refused where the queue in Redis is full."""
+        """A new job; refused where the queue in Redis is full, or out of reach."""
+        if not self._state.link.up.is_set() or len(self._to_submit) >= MAX_WAITING:
+            message.door.tell(Refused(message.request.job, _out_of_reach()))
+            return
         self._to_submit.append(message)
+        self._expected.add(message.request.job)
+        self._wake_writer.set()
+
+    def find(self, message: Find) -> None:
+        """Look a job up."""
+        if not self._state.link.up.is_set() or len(self._to_find) >= MAX_WAITING:
+            message.door.tell(Found(message.job, message.context, error=_out_of_reach()))
+            return
+        self._to_find.append(message)
         self._wake_writer.set()
 
     def follow(self, message: Follow) -> None:
@@ -95,6 +115,7 @@ class Relay:
     def drop(self, job: str) -> None:
         """Nobody follows the job any more; it runs on."""
         self._followed.pop(job, None)
+        self._expected.discard(job)
 
     # ------------------------------------------------------------ writing
 
@@ -117,37 +138,77 @@ class Relay:
                 await asyncio.sleep(RETRY_S)
 
     async def _write(self) -> None:
+        """Everything that waits, in batches; what got its answer leaves its queue. Raises LinkLost
+        or ReplyError.
+        """
         link, keys = self._state.link, self._state.keys
         while self._to_submit:
-            message = self._to_submit[0]
-            await self._submit(message)
-            self._to_submit.popleft()
+            await self._submit_batch()
         while self._to_cancel:
             job = self._to_cancel[0]
             await link.call("SET", keys.cancel(job), 1, "EX", CANCEL_TTL_S)
             add = ("XADD", keys.control, "MAXLEN", "~", CONTROL_MAX_LEN, "*")
             await link.call(*add, "op", "cancel", "job", job)
             self._to_cancel.popleft()
+        while self._to_find:
+            await self._find_batch()
         if link.relay_id:
             await link.call("CLIENT", "UNBLOCK", link.relay_id)
 
-    async def _submit(self, message: SubmitDurable) -> None:
-        state, request = self._state, message.request
+    async def _submit_batch(self) -> None:
+        commands: list[Command] = []
+        batch: list[SubmitDurable] = []
+        while self._to_submit and len(batch) < MAX_PER_BATCH:
+            message = self._to_submit.popleft()
+            try:
+                commands.append(self._submit_command(message.request))
+            except TokenbusError as error:  # it fits a message of the other door, but no entry
+                message.door.tell(Refused(message.request.job, error))
+                continue
+            batch.append(message)
+        try:
+            replies = await self._state.link.run(commands)
+        except LinkLost:
+            self._to_submit.extendleft(reversed(batch))
+            raise
+        for message, reply in zip(batch, replies, strict=True):
+            job = message.request.job
+            refusal = _refusal(job, reply)
+            if refusal is not None:
+                message.door.tell(Refused(job, refusal))
+            elif job in self._expected:
+                self.follow(Follow(job, message.door))
+            self._expected.discard(job)
+
+    def _submit_command(self, request: JobRequest) -> Command:
+        """Raises a TokenbusError for what no entry can hold."""
+        state = self._state
         fields = build_entry(request)
         fields.pop("durable", None)  # it is now
         fields.pop("priority", None)  # the stream says it
         mark = fingerprint_of({name.encode(): value.encode() for name, value in fields.items()})
         names = (state.keys.job(request.job), state.keys.jobs(request.priority), *state.streams)
         args: list[str | int] = [state.redis.queue_limit, mark, *flat(fields)]
-        verdict = await state.link.call(*script("submit", names, args))
-        if verdict == b"busy":
-            busy = Busy("the queue in Redis is full", retry_ms=BUSY_RETRY_MS)
-            message.door.tell(Refused(request.job, busy))
-        elif verdict == b"conflict":
-            taken = Conflict(f"job {request.job!r} is another request in Redis", field="job")
-            message.door.tell(Refused(request.job, taken))
-        else:
-            self.follow(Follow(request.job, message.door))
+        return script("submit", names, args)
+
+    async def _find_batch(self) -> None:
+        keys = self._state.keys
+        batch = list(islice(self._to_find, MAX_PER_BATCH))
+        commands: list[Command] = []
+        for message in batch:
+            commands.append(("HGETALL", keys.job(message.job)))
+            commands.append(("XREVRANGE", keys.out(message.job), "+", "-", "COUNT", 1))
+        replies = await self._state.link.run(commands)
+        for message, about, last in zip(batch, replies[::2], replies[1::2], strict=True):
+            self._to_find.popleft()
+            refused = next((r for r in (about, last) if isinstance(r, ReplyError)), None)
+            if refused is not None:
+                busy = Busy(f"Redis: {refused}"[:512], retry_ms=BUSY_RETRY_MS)
+                message.door.tell(Found(message.job, message.context, error=busy))
+                continue
+            values = [value.decode(errors="replace") for value in about]
+            fields = dict(zip(values[::2], values[1::2], strict=True)) if last or about else None
+            message.door.tell(Found(message.job, message.context, fields, last_seq_of(last)))
 
     # ------------------------------------------------------------ reading
 
@@ -178,7 +239,9 @@ class Relay:
                 await asyncio.sleep(RETRY_S)
                 continue
             for name, entries in reply or []:
-                self._deliver(names[name.decode()], entries)
+                job = names[name.decode()]
+                if self._followed.get(job) is active[job]:  # and not from elsewhere by now
+                    self._deliver(job, active[job], entries)
 
     async def _idle(self) -> None:
         """Wait for something to follow, without letting the server close the lane meanwhile."""
@@ -187,10 +250,7 @@ class Relay:
             with suppress(LinkLost):
                 await self._state.link.relay.run([("PING",)])
 
-    def _deliver(self, job: str, entries: list[Reply]) -> None:
-        followed = self._followed.get(job)
-        if followed is None:
-            return
+    def _deliver(self, job: str, followed: _Followed, entries: list[Reply]) -> None:
         out: list[Event] = []
         for entry, fields in entries:
             followed.cursor = entry.decode()
@@ -217,6 +277,21 @@ class Relay:
             followed.is_accepted = True
             answer = Accepted(event.job, event.attempt, event.seed, event.prompt_tokens)
             followed.door.tell(answer)
+
+
+def _out_of_reach() -> Busy:
+    return Busy("Redis cannot be reached now", retry_ms=BUSY_RETRY_MS)
+
+
+def _refusal(job: str, verdict: Reply) -> TokenbusError | None:
+    """What the submit script, or the server, has against a job."""
+    if isinstance(verdict, ReplyError):
+        return Busy(f"Redis refuses the job: {verdict}"[:512], retry_ms=BUSY_RETRY_MS)
+    if verdict == b"busy":
+        return Busy("the queue in Redis is full", retry_ms=BUSY_RETRY_MS)
+    if verdict == b"conflict":
+        return Conflict(f"job {job!r} is another request in Redis", field="job")
+    return None
 
 
 def _new_part(event: events.Tokens, followed: _Followed) -> list[Event]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from broker.config import BrokerConfig, QueueConfig, ZmqConfig
+from broker.config import BrokerConfig, QueueConfig, RedisConfig, ZmqConfig
 from engine.config import EngineConfig, FakeModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +69,15 @@ class Worker:
             self.engine.kill()
         await self.engine.wait()
 
+    async def kill_broker(self) -> None:
+        """kill -9, and wait until it is dead."""
+        assert self.broker is not None
+        self.broker.kill()
+        await self.broker.wait()
+        if self._reader is not None:
+            await self._reader
+        self.status.clear()
+
     async def wait_for(self, event: str, count: int = 1) -> dict[str, Any]:
         """The count-th status line of this kind."""
         async with asyncio.timeout(START_S):
@@ -123,11 +132,13 @@ def make_worker(
     drain_ms: int = 5_000,
     engine_hang_ms: int = 60_000,
     max_num_seqs: int = 16,
+    redis: RedisConfig | None = None,
+    name: str = "test-worker",
 ) -> Worker:
     """A worker that is not started yet, on a free port of its own."""
     model = fake or FakeModel(vocab_size=512)
     config = BrokerConfig(
-        worker="test-worker",
+        worker=name,
         queue="default",
         model_path="",
         model_name="fake",
@@ -136,6 +147,7 @@ def make_worker(
         drain_ms=drain_ms,
         engine_hang_ms=engine_hang_ms,
         zmq=replace(zmq or ZmqConfig(""), endpoint=f"ipc://{directory}/zmq.sock"),
+        redis=redis,
         limits=limits or QueueConfig(),
         fake_vocab_size=model.vocab_size,
     )

@@ -7,7 +7,7 @@
 --      8 TTL while unfinished, ms  9 reply TTL, ms  10 deadline after the entry's time, ms, or ''
 --      11 tokens of progress that clear a job of suspicion  12 prefix of the queue's keys
 --      13 idempotency TTL, s, or ''  14 1: a suspect may run now  15 fingerprint of the request
---      16 1: asked before without getting the answer  17 length of the dead stream
+--      16 1: asked before without getting the answer  17 length of the dead stream  18 tenant
 -- Returns {verdict, ...}:
 --   run | cancelled | deadline | dead, attempt, seed, last seq, crashes, ms to the deadline or ''
 --   lost: another worker owns the entry      finished: it had ended before; entry removed
@@ -86,7 +86,7 @@ local added = add(KEYS[2], false, attempt .. '-0', { 'event', 'started', 'attemp
 if added ~= 'ok' then return { 'lost' } end
 redis.call('HSET', KEYS[1], 'state', 'running', 'entry', where, 'attempt', attempt,
   'worker', worker, 'crashes', crashes, 'base', seq, 'released', '0', 'prompt_tokens', ARGV[6],
-  'started_ms', now_ms(), 'fingerprint', ARGV[15])
+  'started_ms', now_ms(), 'fingerprint', ARGV[15], 'tenant', ARGV[18])
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 return { verdict, attempt, seed, seq, crashes, left }
