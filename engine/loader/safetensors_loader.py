@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.loader.report import LoadedModel, LoadProgress, ProgressCallback, no_progress
 from engine.loader.sources import Target, hf_targets, is_ignorable_hf
+from engine.loader.upload import make_upload, prefetch
 from engine.model.errors import CheckpointError, TensorMismatchError
 from engine.model.hf_config import read_hf_spec
 from engine.model.spec import ModelSpec
@@ -46,6 +47,8 @@ def load_safetensors(
     }
     total_bytes = sum(path.stat().st_size for path in shards)
     done_bytes = 0
+    prefetch(shards)
+    upload = make_upload(device)
     for name, tensor in _tensors(shards, targets):
         target = targets[name]
         if tuple(tensor.shape) != target.shape:
@@ -53,9 +56,10 @@ def load_safetensors(
                 f"{name} has shape {tuple(tensor.shape)}, the configuration implies {target.shape}"
             )
         rows = merged[target.name][target.row : target.row + target.shape[0]]
-        rows.copy_(tensor)
+        upload.copy(rows, tensor)
         done_bytes += tensor.numel() * tensor.element_size()
         progress(LoadProgress(done_bytes, total_bytes))
+    upload.finish()
     progress(LoadProgress(total_bytes, total_bytes))
     parameters: dict[str, Matrix] = dict(merged)
     return LoadedModel(spec, assemble(spec, parameters), done_bytes, time.perf_counter() - started)
