@@ -171,13 +171,15 @@ class Metrics:
     # ------------------------------------------------------------ for the bus
 
     def vitals(self) -> dict[str, float]:
-        """A few numbers that the worker tells over the bus, for live views. Counters count from the
-        start of the process; ttft_*_ms are of the last minute, at most 256 jobs, 0 without any.
+        """A few numbers that the worker tells over the bus, for live views. at_ms: by the worker's
+        own clock, so that rates come out right. Counters count from the start of the process;
+        ttft_*_ms are of the last minute, at most 256 jobs, 0 without any.
         """
         gaps = self.histogram("inter_token_seconds")
         p50_ms, p95_ms = self._ttft_ms()
         by_outcome = self.values("jobs_total")
         return {
+            "at_ms": time.monotonic_ns() // 1_000_000,
             "output_tokens": self.get("output_tokens_total"),
             "jobs_ended": sum(count for _, count in by_outcome),
             "max_running": self._max_running,

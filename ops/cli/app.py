@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ops.cli import ask, bench, dead, jobs, model, service, tools
+from ops.cli import ask, bench, dead, jobs, model, service, tools, top
 from ops.exit_codes import MEANINGS
 
 _CODES = "\n\n".join(f"{int(code)}: {meaning}" for code, meaning in MEANINGS.items())
@@ -34,6 +34,7 @@ app.command(rich_help_panel=JOBS)(jobs.cancel)
 app.command(rich_help_panel=JOBS)(jobs.status)
 app.add_typer(dead.app, name="dead", rich_help_panel=JOBS)
 app.add_typer(model.app, name="model", rich_help_panel=MODELS)
+app.command(rich_help_panel=CARE)(top.top)
 app.command(rich_help_panel=CARE)(tools.doctor)
 app.command(rich_help_panel=CARE)(tools.keys)
 app.add_typer(bench.app, name="bench", rich_help_panel=CARE)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
 import signal
+import sys
+import termios
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -26,6 +29,7 @@ from tokenbus.errors import TooLong
 
 FAKE = ("--model", "fake", "--set", "fake.step_ms=5")
 WAIT_S = 30.0
+COMMAND = (sys.executable, "-c", "from ops.cli import main; main()")
 JOB = {"prompt": "ab", "max_tokens": 40, "ignore_eos": True}
 
 
@@ -268,3 +272,83 @@ async def test_each_job_writes_one_line_at_its_end(tmp_path: Path) -> None:
     lengths: Sequence[int] = [e["completion_tokens"] for e in ends if e["reason"] == "length"]
     assert lengths == [40] * 3
     assert all(20 < line["tok_s"] < 250 for line in ends if line["reason"] == "length")
+
+
+async def cli(*arguments: str) -> tuple[int, str]:
+    """A `tokenbus` command; its exit code and output."""
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment(),
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color"}
+
+
+async def test_top_shows_a_worker_under_load_over_both_doors(tmp_path: Path) -> None:
+    async with (
+        fake_worker(tmp_path, "--set", "engine.max_num_seqs=4") as worker,
+        AsyncClient(zmq=worker.ready["zmq"]) as over_zmq,
+        AsyncClient(redis=worker.ready["redis"]) as over_redis,
+    ):
+        over_both = (run_jobs(over_zmq, 6, max_tokens=3_000), run_jobs(over_redis, 6, max_tokens=9))
+        load = [asyncio.create_task(jobs) for jobs in over_both]
+        await metric(worker, "queue_jobs", ("high",), 0)
+        for address in (("--redis", worker.ready["redis"]), ("--zmq", worker.ready["zmq"])):
+            code, output = await cli("top", "--json", *address)
+            assert code == 0, output
+            facts = json.loads(output)
+            [line] = facts["workers"]
+            assert (line["worker"], line["model"]) == (worker.ready["worker"], "fake")
+            assert line["state"] == "ready"
+            assert facts["running"] == line["running"] == line["max_running"] == 4
+            assert facts["tokens_s"] > 20
+            assert facts["itl_ms"] >= 5
+            assert 0 < line["used_blocks"] < line["total_blocks"]
+        code, output = await cli("top", "--once", "--data-dir", str(worker.log_file.parent))
+        assert code == 0
+        assert "1 of 1 workers ready" in output
+        assert "running 4 of 4 rows" in output
+        assert "q quits" not in output
+        await watch_in_terminal("--zmq", worker.ready["zmq"])
+        for task in load:
+            task.cancel()
+
+
+async def watch_in_terminal(*arguments: str) -> None:
+    """On a terminal of 80x24: pictures come, q ends it, and the terminal is as it was."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    before = termios.tcgetattr(theirs)
+    process = await asyncio.create_subprocess_exec(
+        *(*COMMAND, "top", "--every", "0.1", *arguments),
+        stdin=theirs, stdout=theirs, stderr=theirs, env=environment(),
+    )  # fmt: skip
+    shown = b""
+    async with asyncio.timeout(WAIT_S):
+        while shown.count(b"tok/s") < 6:  # two of them a picture
+            shown += await asyncio.to_thread(os.read, ours, 4096)
+        os.write(ours, b"q")
+        while b"\x1b[?1049l" not in shown:  # back from the alternate screen
+            shown += await asyncio.to_thread(os.read, ours, 4096)
+        assert await process.wait() == 0
+    assert termios.tcgetattr(theirs) == before
+    assert b"q quits" in shown
+    os.close(ours)
+    os.close(theirs)
+
+
+async def test_top_without_a_bus_says_so(tmp_path: Path) -> None:
+    code, output = await cli("top", "--json", "--redis", "redis://127.0.0.1:1/0")
+    assert code == 5
+    assert "redis://127.0.0.1:1/0" in json.loads(output)["error"]
+    code, output = await cli("top", "--once", "--zmq", f"ipc://{tmp_path}/nobody")
+    assert code == 5
+    assert "no worker answers" in output
