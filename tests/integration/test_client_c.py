@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -179,6 +180,18 @@ def twenty_jobs(max_tokens: int) -> list[Job]:
 # ------------------------------------------------------------ the programs
 
 
+def test_the_programs_of_the_readme_compile(build: Path) -> None:
+    blocks = re.findall(r"```(c|cpp)\n(.*?)```", (SOURCE / "README.md").read_text(), re.DOTALL)
+    assert {language for language, _ in blocks} == {"c", "cpp"}
+    for language, code in blocks:
+        compiler = ["cc", "-std=c11"] if language == "c" else ["c++", "-std=c++17"]
+        source = build / f"readme.{language}"
+        source.write_text(code)
+        command = [*compiler, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{SOURCE}/include"]
+        done = subprocess.run([*command, source], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
 def test_vectors_and_scripted_workers_pass_without_an_error_in_memory(build: Path) -> None:
     target = "memcheck" if shutil.which("valgrind") else "test"
     output = make(build, target, "CFLAGS=-O1 -g -Werror")
@@ -282,11 +295,11 @@ async def test_kill_of_the_broker_in_mid_stream_is_survived_by_submitting_again(
 async def test_the_real_model_gives_both_clients_the_same_text_also_across_a_kill(
     build: Path, tmp_path: Path
 ) -> None:
-    jobs = twenty_jobs(max_tokens=24)
+    jobs = twenty_jobs(max_tokens=12)
     async with run_worker(tmp_path) as worker:
         expected = await run_python(worker.ready["zmq"], jobs)
         stress = await start(build, worker.ready["zmq"], jobs)
-        await stress.reach(10)
+        await stress.reach(5)
         os.kill(worker.pids["engine"], signal.SIGKILL)
         assert await stress.answers() == expected
     assert all(answer.text.strip() for answer in expected)

@@ -1,7 +1,7 @@
-"""Prints the golden vectors as a C header: `python3 make_vectors.py ../../tests/vectors > vectors.h`.
+"""Writes the golden vectors as a C header: `make_vectors.py ../../tests/vectors > vectors.h`.
 
-Bodies become canonical text, which `canonical` in test_vectors.c makes from decoded msgpack too: keys
-sorted, text and bytes in hex.
+Bodies become canonical text, which `canonical` in test_vectors.c makes from decoded msgpack too:
+keys sorted, text and bytes in hex.
 """
 
 import json
@@ -71,7 +71,7 @@ def main() -> None:
         lines.append(f"    {{{name}, {code}, {initializer}, {{{numbers}}}}},")
     lines += ["};", "static const struct sum SUMS[] = {"]
     lines += [f"    {{ids_{i}, {len(row['ids'])}, {row['crc']}u}}," for i, row in enumerate(sums)]
-    print("\n".join([*lines, "};"]))
+    sys.stdout.write("\n".join([*lines, "};", ""]))
 
 
 main()

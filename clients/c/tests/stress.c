@@ -4,7 +4,7 @@
  * A line of input: MAX_TOKENS TEMPERATURE SEED CHAT PROMPT, separated by tabs; SEED -1 for none, CHAT 1 for
  * a chat of one user message. CHAT "cancel" cancels the job after its third token.
  * A line of output for each job in order: INDEX REASON-OR-CODE SEQ CRC TEXT-IN-HEX IDS.
- * Standard error: "tokens N" each time the job with the fewest tokens has got ten more. */
+ * Standard error: "tokens N" each time the job with the fewest tokens has got five more. */
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,7 +45,7 @@ static void tell_progress(void) {
     int64_t least = INT64_MAX;
     for (size_t i = 0; i < num_runs; i++)
         if (!tb_job_is_over(runs[i].job) && runs[i].seq < least) least = runs[i].seq;
-    if (least == INT64_MAX || least < told + 10) return;
+    if (least == INT64_MAX || least < told + 5) return;
     told = least;
     fprintf(stderr, "tokens %lld\n", (long long)least);
 }

@@ -60,8 +60,9 @@ static void a_resume_of_a_job_that_waits_is_patient(void) {
     router_expect(worker, client, M_RESUME);
     read_to(TB_STARTED);
     client->jobs_ticked_ms = 0;
-    for (tb_job *job = client->all; job != NULL; job = job->all_next) job->asked_ms -= 60000;
+    int64_t asked_ms = client->all->asked_ms -= 60000;
     CHECK(tb_next(client, 300, &event) == TB_NEXT_TIMEOUT && tb_num_running(client) == 1);
+    CHECK(client->all->asked_ms == asked_ms); /* nor was the worker asked again */
     stop();
 }
 

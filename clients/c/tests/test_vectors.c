@@ -142,6 +142,17 @@ static void test_mutations(void) {
     }
 }
 
+static void test_utf8(void) {
+    static const char *const GOOD_TEXTS[] = {"", "a", "\xc2\x80", "\xe0\xa0\x80", "\xed\x9f\xbf", "\xef\xbf\xbf",
+                                             "\xf0\x90\x80\x80", "\xf4\x8f\xbf\xbf"};
+    static const char *const BAD_TEXTS[] = {"\x80", "\xc1\x80", "\xc2", "\xe0\x9f\x80", "\xed\xa0\x80", "\xe1\x80",
+                                            "\xf0\x8f\x80\x80", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xe1\x80\xc0"};
+    for (size_t i = 0; i < COUNT(GOOD_TEXTS); i++)
+        check(tbi_is_utf8(GOOD_TEXTS[i], strlen(GOOD_TEXTS[i])), "UTF-8", GOOD_TEXTS[i]);
+    for (size_t i = 0; i < COUNT(BAD_TEXTS); i++)
+        check(!tbi_is_utf8(BAD_TEXTS[i], strlen(BAD_TEXTS[i])), "not UTF-8", BAD_TEXTS[i]);
+}
+
 static void test_checksums(void) {
     for (size_t i = 0; i < COUNT(SUMS); i++)
         check(tbi_crc(0, SUMS[i].ids, SUMS[i].num_ids) == SUMS[i].crc, "checksum", "of ids");
@@ -251,6 +262,7 @@ int main(void) {
     test_good();
     test_malformed();
     test_mutations();
+    test_utf8();
     test_checksums();
     test_small_messages();
     test_submits();
