@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ops.cli import ask, bench, dead, jobs, model, service, tools, top
+from ops.cli import ask, bench, dead, jobs, model, profiler, service, tools, top
 from ops.exit_codes import MEANINGS
 
 _CODES = "\n\n".join(f"{int(code)}: {meaning}" for code, meaning in MEANINGS.items())
@@ -37,6 +37,11 @@ app.add_typer(model.app, name="model", rich_help_panel=MODELS)
 app.command(rich_help_panel=CARE)(top.top)
 app.command(rich_help_panel=CARE)(tools.doctor)
 app.command(rich_help_panel=CARE)(tools.keys)
+app.command(
+    rich_help_panel=CARE,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(profiler.profile)
 app.add_typer(bench.app, name="bench", rich_help_panel=CARE)
 
 

@@ -18,6 +18,7 @@ _ABOUT = {
     "bus": "Jobs and token events per second through both doors, with a fake model.",
     "engine": "Tokens per second of the engine, alone and in a batch.",
     "kernels": "Each kernel beside its torch reference.",
+    "engine_cpu": "The CPU engine beside transformers and llama.cpp on the same weights.",
     "scheduler": "Host work per step.",
     "chaos": "Kill processes under load and count what was lost or repeated.",
 }
