@@ -34,7 +34,7 @@ from broker.streams.state import (
     DoorState,
 )
 from tokenbus.entries import event_to_entry
-from tokenbus.errors import Internal, Poisoned, TokenbusError
+from tokenbus.errors import Internal, Poisoned, TokenbusError, Unsupported
 from tokenbus.events import Done, Usage, read_reason
 from tokenbus.fields import PRIORITIES
 from tokenbus.keys import GROUP, IDEMPOTENCY_TTL_S
@@ -74,6 +74,8 @@ class Pickup:
         state.jobs.add(job)
         try:
             request = parse_entry(values, entry)
+            if request.have:
+                raise Unsupported("have: the reply stream has a job's tokens here", field="have")
         except TokenbusError as error:
             job.request = JobRequest(job=job_id_of(values, entry))
             self._reject(job, error)
