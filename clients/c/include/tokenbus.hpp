@@ -58,7 +58,9 @@ public:
     Request& message(const std::string& role, const std::string& content) {
         return with(tb_request_add_message, role.c_str(), content.c_str());
     }
-    Request& input_ids(const std::vector<std::int32_t>& ids) { return with(tb_request_set_input_ids, ids.data(), ids.size()); }
+    Request& input_ids(const std::vector<std::int32_t>& ids) {
+        return with(tb_request_set_input_ids, ids.data(), ids.size());
+    }
     Request& max_tokens(std::int64_t n) { return with(tb_request_set_max_tokens, n); }
     Request& min_tokens(std::int64_t n) { return with(tb_request_set_min_tokens, n); }
     Request& temperature(double value) { return with(tb_request_set_temperature, value); }

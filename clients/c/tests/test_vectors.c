@@ -75,7 +75,9 @@ static void canonical(tbi_text *out, const msgpack_object *object) {
     switch (object->type) {
     case MSGPACK_OBJECT_NIL: put(out, "null"); break;
     case MSGPACK_OBJECT_BOOLEAN: put(out, object->via.boolean ? "true" : "false"); break;
-    case MSGPACK_OBJECT_POSITIVE_INTEGER: snprintf(number, sizeof number, "%llu", (unsigned long long)object->via.u64); break;
+    case MSGPACK_OBJECT_POSITIVE_INTEGER:
+        snprintf(number, sizeof number, "%llu", (unsigned long long)object->via.u64);
+        break;
     case MSGPACK_OBJECT_NEGATIVE_INTEGER: snprintf(number, sizeof number, "%lld", (long long)object->via.i64); break;
     case MSGPACK_OBJECT_FLOAT32:
     case MSGPACK_OBJECT_FLOAT64: snprintf(number, sizeof number, "f%.17g", object->via.f64); break;
