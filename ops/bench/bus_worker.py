@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from broker.config import BrokerConfig, QueueConfig, ZmqConfig
+from broker.config import BrokerConfig, QueueConfig, RedisConfig, ZmqConfig
 from engine.config import EngineConfig, FakeModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,9 +23,12 @@ START_S = 30.0
 
 
 class BusWorker:
-    """Broker (and engine, with `start_engine`) as child processes in a directory of their own."""
+    """Broker (and engine, with `start_engine`) as child processes in a directory of their own.
+    redis_url: opens the Redis door too.
+    """
 
-    def __init__(self, max_queued: int = 20_000) -> None:
+    def __init__(self, max_queued: int = 20_000, redis_url: str = "") -> None:
+        self._redis = RedisConfig(redis_url) if redis_url else None
         self._directory = tempfile.TemporaryDirectory(prefix="tokenbus-bench-")
         self.path = Path(self._directory.name)
         self.link_path = str(self.path / "link" / "engine.sock")
@@ -45,6 +48,7 @@ class BusWorker:
             link_path=self.link_path,
             drain_ms=0,
             zmq=ZmqConfig(f"ipc://{self.path}/zmq.sock", default_credit=1 << 30),
+            redis=self._redis,
             limits=QueueConfig(max_queued=self._max_queued),
             fake_vocab_size=VOCAB_SIZE,
         )

@@ -1,0 +1,110 @@
+"""The fairness part of the bus benchmark: what one tenant, or one client, can do to the others."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import zmq
+
+from ops.bench.bus_worker import BusWorker
+from ops.bench.bus_zmq import BenchClient
+from tokenbus.protocol import MessageType, decode
+
+STEP_MS = 5.0
+ROWS = 32
+
+
+def measure_flood(num_jobs: int, num_probes: int) -> dict[str, float]:
+    """p95 of the time to first token of a tenant with one job at a time: alone, then while another
+    tenant has num_jobs jobs in the queue. Milliseconds.
+    """
+    with BusWorker(max_queued=2 * num_jobs) as worker:
+        worker.start_engine(max_num_seqs=ROWS, step_ms=STEP_MS)
+        probe = BenchClient(worker.endpoint, "bench-client-probe-0", tenant="quiet")
+        solo_ms = _first_tokens_ms(probe, num_probes, "solo")
+        flood = BenchClient(worker.endpoint, "bench-client-flood-0", tenant="loud")
+        for i in range(num_jobs):
+            flood.send(MessageType.SUBMIT, job=f"loud-{i}", prompt=f"{i}", max_tokens=64)
+        for _ in range(num_jobs):
+            flood.receive(MessageType.ACCEPTED)
+        beside_ms = _first_tokens_ms(probe, num_probes, "beside")
+        waiting = _queued(probe)
+        probe.close()
+        flood.close()
+    solo, beside = np.percentile(solo_ms, 95), np.percentile(beside_ms, 95)
+    return {
+        "jobs": num_jobs,
+        "waiting_at_end": waiting,
+        "solo_p95_ms": round(float(solo), 2),
+        "beside_p95_ms": round(float(beside), 2),
+        "ratio": round(float(beside / solo), 2),
+    }
+
+
+def measure_slow_reader(num_clients: int, num_tokens: int) -> dict[str, float]:
+    """p99 of the time between two TOKENS messages of one client, over all clients but the first:
+    while the first reads, and while it reads nothing. Milliseconds.
+    """
+    with BusWorker() as worker:
+        worker.start_engine(max_num_seqs=num_clients, step_ms=STEP_MS)
+        fair = np.percentile(_gaps_ms(worker, num_clients, num_tokens, stuck=False), 99)
+        stuck = np.percentile(_gaps_ms(worker, num_clients, num_tokens, stuck=True), 99)
+    return {
+        "clients": num_clients,
+        "all_read_p99_ms": round(float(fair), 2),
+        "one_stuck_p99_ms": round(float(stuck), 2),
+        "ratio": round(float(stuck / fair), 3),
+    }
+
+
+def _first_tokens_ms(client: BenchClient, count: int, name: str) -> list[float]:
+    first_ms = []
+    for i in range(count):
+        start_s = time.perf_counter()
+        client.send(MessageType.SUBMIT, job=f"{name}-{i}", prompt=f"{i}", max_tokens=2)
+        client.receive(MessageType.TOKENS)
+        first_ms.append(1e3 * (time.perf_counter() - start_s))
+        client.receive(MessageType.DONE)
+    return first_ms
+
+
+def _queued(client: BenchClient) -> int:
+    client.send(MessageType.STATS)
+    return int(client.receive(MessageType.STATS)["waiting"])
+
+
+def _gaps_ms(worker: BusWorker, num_clients: int, num_tokens: int, stuck: bool) -> list[float]:
+    """Each client runs one job; a stuck first one leaves everything in its socket's queue."""
+    name = "stuck" if stuck else "fair"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    clients = [
+        BenchClient(worker.endpoint, f"bench-client-{name}-{i:03}", context=context)
+        for i in range(num_clients)
+    ]
+    poller = zmq.Poller()
+    for i, client in enumerate(clients):
+        client.send(MessageType.SUBMIT, job=f"{name}-{i}", prompt=f"{i}", max_tokens=num_tokens)
+        if i or not stuck:
+            poller.register(client.socket, zmq.POLLIN)
+    index_of = {client.socket: i for i, client in enumerate(clients)}
+    last_s: dict[int, float] = {}
+    gaps_ms: list[float] = []
+    open_clients = set(range(1, num_clients))
+    while open_clients:
+        for socket, _ in poller.poll(20_000):
+            message = decode(socket.recv_multipart())
+            index = index_of[socket]
+            if message.type is MessageType.PING:
+                clients[index].send(MessageType.PONG, t=message.body["t"])
+            elif message.type is MessageType.DONE:
+                open_clients.discard(index)
+            elif message.type is MessageType.TOKENS and index:
+                now_s = time.perf_counter()
+                if index in last_s:
+                    gaps_ms.append(1e3 * (now_s - last_s[index]))
+                last_s[index] = now_s
+    for client in clients:
+        client.close()
+    context.term()
+    return gaps_ms
