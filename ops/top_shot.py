@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import io
 import itertools
+import re
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,7 +27,9 @@ from ops.worker_process import WorkerProcess, run_worker
 from tokenbus import AsyncClient
 from tokenbus.request import Priority
 
-WIDTH, HEIGHT = 80, 16
+WIDTH, HEIGHT = 80, 15
+KV_BYTES = 60_000_000  # so that a few short jobs show in the bar
+FONTS = "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
 PROMPTS = (
     "Tell a story about a lighthouse.",
     "How does a message queue work?",
@@ -43,11 +46,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8, help="engine.max_num_seqs of each")
-    parser.add_argument("--jobs", type=int, default=40, help="open at any time")
+    parser.add_argument("--jobs", type=int, default=22, help="open at any time")
     parser.add_argument("--seconds", type=int, default=60)
     args = parser.parse_args()
     svg = asyncio.run(_shoot(args.model, args.workers, args.rows, args.jobs, args.seconds))
-    args.out.write_text(svg)
+    args.out.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")
     print(f"wrote {args.out}")
 
 
@@ -81,6 +84,7 @@ async def _workers(model: str, count: int, rows: int) -> AsyncIterator[list[Work
             for number in range(count):
                 arguments = ["--model", model, "--set", f"engine.max_num_seqs={rows}"]
                 arguments += ["--set", "engine.num_threads=1", "--drain-s", "0"]
+                arguments += ["--set", f"engine.kv_cache_bytes={KV_BYTES}"]
                 if workers:
                     arguments += ["--redis", workers[0].ready["redis"]]
                 worker = run_worker(Path(directory) / f"worker-{number}", arguments)
@@ -116,7 +120,13 @@ def _picture(sample: Sample, trend: Trend) -> str:
         record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True
     )
     console.print(render(sample, trend, width=WIDTH, height=HEIGHT, footer=FOOTER))
-    return console.export_svg(title="tokenbus top")
+    return _with_local_fonts(console.export_svg(title="tokenbus top"))
+
+
+def _with_local_fonts(svg: str) -> str:
+    """Without the fonts that rich would have loaded from the network: the viewer's own will do."""
+    svg = re.sub(r"@font-face \{[^}]*\}\s*", "", svg)
+    return svg.replace("font-family: Fira Code, monospace", f"font-family: {FONTS}")
 
 
 if __name__ == "__main__":
