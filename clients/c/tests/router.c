@@ -49,6 +49,7 @@ router *router_new(const char *boot, int64_t heartbeat_ms, const char *endpoint)
 void router_free(router *self) {
     zmq_close(self->socket);
     zmq_ctx_term(self->context);
+    unlink(self->endpoint + strlen("ipc://"));
     free(self);
 }
 
