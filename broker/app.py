@@ -30,6 +30,7 @@ from broker.status import Monitor
 from broker.streams.door import StreamsDoor
 from broker.text.actor import TextActor
 from broker.text.model import load_text_model
+from tokenbus._version import __version__
 
 log = structlog.get_logger("broker")
 
@@ -111,7 +112,7 @@ async def run(config: BrokerConfig, status_fd: int | None) -> None:
     gc.collect()
     gc.freeze()
     monitor.listening(broker.addresses)
-    log.info("broker.listening", **broker.addresses)
+    log.info("broker.listening", version=__version__, **broker.addresses)
     await _until_over(broker, stop_now)
     monitor.is_stopping = True
     if not broker.system.crashed.done():

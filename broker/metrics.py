@@ -71,6 +71,10 @@ class Metrics:
         """The value; 0 if it was never set."""
         return self._values[name].get(labels, 0)
 
+    def clear(self, name: str) -> None:
+        """Nobody knows the value any more: it is not exported until it is set again."""
+        self._values[name] = {}
+
     def histogram(self, name: str, labels: Labels = ()) -> Histogram:
         """The histogram with these label values, made at the first call."""
         by_labels = self._histograms[name]
@@ -125,6 +129,8 @@ class Metrics:
 
     def take_steps(self, steps: Sequence[StepEvents]) -> None:
         """Steps of the engine, as the ledger gets them."""
+        if not steps:
+            return
         num_output, num_cached, num_computed, num_steps = self._steps.take(steps)
         self.add("output_tokens_total", num_output)
         self.add("computed_tokens_total", num_computed)

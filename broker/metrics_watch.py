@@ -156,7 +156,10 @@ class Watch(Actor):
         put("duplicates_total", counters.duplicates)
         for code, count in counters.refused.items():
             put("refused_total", count, ("redis", code))
-        if backlog is not None:
+        if backlog is None:
+            for name in ("dead_letter_entries", "backlog_oldest_seconds", "backlog_jobs"):
+                self._metrics.clear(name)
+        else:
             put("dead_letter_entries", backlog.dead)
             put("backlog_oldest_seconds", backlog.oldest_s)
             for priority, count in backlog.waiting.items():

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from broker.http_server import split_address
 from ops import embedded_redis, models
 from ops.exit_codes import CommandError
 from ops.settings import FAKE_MODEL, Settings, public_url
@@ -52,6 +53,7 @@ def examine(settings: Settings) -> list[Finding]:
         _gpu,
         lambda: _redis(settings),
         lambda: _port(settings),
+        lambda: _pages(settings),
         lambda: _disk(settings),
         lambda: _model(settings),
     ]
@@ -179,15 +181,26 @@ def _port(settings: Settings) -> list[Finding]:
     if address.scheme != "tcp" or settings.zmq.endswith((":*", ":0")):
         return [Finding(Level.GOOD, "zmq", f"{settings.zmq}")]
     host = "" if address.hostname in (None, "*") else str(address.hostname)
+    return [_bind("zmq", settings.zmq, host, address.port or 0)]
+
+
+def _pages(settings: Settings) -> list[Finding]:
+    if settings.http == "none":
+        return [Finding(Level.NOTE, "http", "off: no probes and no metrics")]
+    host, port = split_address(settings.http)
+    return [_bind("http", settings.http, host, port)]
+
+
+def _bind(what: str, address: str, host: str, port: int) -> Finding:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, address.port or 0))
+            probe.bind((host, port))
         except (OSError, OverflowError) as error:
             remedy = "A worker may run there already; take another port, or :0 for a free one."
-            return [Finding(Level.BAD, "zmq", f"cannot bind {settings.zmq}: {error}", remedy)]
-    return [Finding(Level.GOOD, "zmq", f"{settings.zmq} is free")]
+            return Finding(Level.BAD, what, f"cannot bind {address}: {error}", remedy)
+    return Finding(Level.GOOD, what, f"{address} is free" if port else address)
 
 
 def _disk(settings: Settings) -> list[Finding]:

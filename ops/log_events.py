@@ -19,6 +19,7 @@ _NAME = re.compile(r"[a-z_]+\.[a-z_]+")
 
 MEANINGS = {
     "actor.crashed": "an actor raised: a bug; the process ends and is started again",
+    "backlog.unknown": "Redis refuses to say what waits; the numbers of the backlog are missing",
     "broker.cannot_start": "a setting, a file or an address does not work; says which",
     "broker.drain_asked": "a signal, or somebody on the bus, wants the worker to drain",
     "broker.listening": "the doors are open, with every address",

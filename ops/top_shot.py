@@ -85,6 +85,7 @@ async def _workers(model: str, count: int, rows: int) -> AsyncIterator[list[Work
                 arguments = ["--model", model, "--set", f"engine.max_num_seqs={rows}"]
                 arguments += ["--set", "engine.num_threads=1", "--drain-s", "0"]
                 arguments += ["--set", f"engine.kv_cache_bytes={KV_BYTES}"]
+                arguments += ["--set", "engine.max_model_len=1024"]
                 if workers:
                     arguments += ["--redis", workers[0].ready["redis"]]
                 worker = run_worker(Path(directory) / f"worker-{number}", arguments)

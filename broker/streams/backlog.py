@@ -10,10 +10,14 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import structlog
+
 from broker.streams.lane import Command, LinkLost, Reply, ReplyError
 from broker.streams.state import DoorState
 from tokenbus.fields import PRIORITIES
 from tokenbus.keys import GROUP
+
+log = structlog.get_logger("broker.streams")
 
 PERIOD_S = 2.0
 RELEASED = b"_released"  # the consumer that holds what workers gave back
@@ -36,6 +40,7 @@ class BacklogWatch:
     def __init__(self, state: DoorState) -> None:
         self._state = state
         self.seen: Backlog | None = None
+        self._refusal = ""
 
     async def run(self) -> None:
         """Look every PERIOD_S, for ever."""
@@ -43,9 +48,19 @@ class BacklogWatch:
             await self._state.link.up.wait()
             try:
                 self.seen = await self.look()
-            except (LinkLost, ReplyError):  # the door reports it; what was seen is out of date
+                self._refusal = ""
+            except LinkLost:  # the link says so itself
                 self.seen = None
+            except ReplyError as error:
+                self.seen = None
+                self._note(error)
             await asyncio.sleep(PERIOD_S)
+
+    def _note(self, error: ReplyError) -> None:
+        """Say once what Redis refuses; without a group there is nothing to see yet."""
+        if not error.is_no_group and self._refusal != str(error):
+            self._refusal = str(error)
+            log.warning("backlog.unknown", error=str(error))
 
     async def look(self) -> Backlog:
         """Two round trips. Raises LinkLost, or ReplyError (no group yet, say)."""

@@ -49,10 +49,11 @@ def test_a_taken_port_is_bad() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        found = findings("zmq", zmq=endpoint)
-    assert [finding.level for finding in found] == [Level.BAD]
-    assert endpoint in found[0].text
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        found = findings("zmq", zmq=f"tcp://{address}") + findings("http", http=address)
+    assert [finding.level for finding in found] == [Level.BAD, Level.BAD]
+    assert all(address in finding.text for finding in found)
+    assert [finding.level for finding in findings("http")] == [Level.GOOD]
 
 
 def test_an_incomplete_model_directory_is_bad(tmp_path: Path) -> None:

@@ -188,3 +188,11 @@ async def test_reading_while_writing_is_safe() -> None:
 
     _, pages = await asyncio.gather(write(), read())
     assert all(b"tokenbus_jobs_total" in page for page in pages)
+
+
+def test_what_nobody_knows_any_more_is_not_exported() -> None:
+    metrics = Metrics()
+    metrics.set("backlog_oldest_seconds", 70)
+    assert ("tokenbus_backlog_oldest_seconds", ()) in exported(metrics)
+    metrics.clear("backlog_oldest_seconds")
+    assert ("tokenbus_backlog_oldest_seconds", ()) not in exported(metrics)
