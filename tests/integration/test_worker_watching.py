@@ -25,7 +25,7 @@ from redis.asyncio import Redis
 from ops.worker_process import WorkerProcess, run_worker
 from tests.redis_servers import RedisServer, find_servers
 from tokenbus import AsyncClient
-from tokenbus.errors import TooLong
+from tokenbus.errors import NonFinite, TooLong
 
 FAKE = ("--model", "fake", "--set", "fake.step_ms=5")
 WAIT_S = 30.0
@@ -256,13 +256,18 @@ async def send_bad_frame(endpoint: str) -> None:
 
 async def test_each_job_writes_one_line_at_its_end(tmp_path: Path) -> None:
     async with (
-        fake_worker(tmp_path, "--set", "fake.nan_token=101") as worker,
+        fake_worker(tmp_path, "--set", f"fake.nan_token={ord('~')}") as worker,
         AsyncClient(zmq=worker.ready["zmq"]) as client,
     ):
         await run_jobs(client, 3)
         stream = client.generate("ab", max_tokens=4_000, ignore_eos=True)
         async for _ in stream:
             await client.cancel(stream.job)
+        with pytest.raises(NonFinite):
+            await run_jobs(client, 1, prompt="a ~ b")
+    [failed] = log_lines(worker, "job.failed")
+    assert (failed["reason"], failed["level"]) == ("non_finite", "warning")
+    assert failed.keys() > {"job", "door", "attempt", "prompt_tokens", "total_ms", "error"}
     ends = log_lines(worker, "job.finished")
     assert sorted(line["reason"] for line in ends) == ["cancelled", *["length"] * 3]
     for line in ends:
