@@ -17,6 +17,7 @@ import structlog
 from broker.actor import Actor, ActorSystem, Overflow
 from broker.config import BrokerConfig, ZmqConfig
 from broker.gateway.jobs import Jobs, Wiring
+from broker.gateway.roster import Roster
 from broker.gateway.router import Router
 from broker.gateway.security import Curve
 from broker.gateway.sender import Sender
@@ -82,7 +83,7 @@ class GatewayActor(Actor):
         self._config: ZmqConfig = config.zmq
         self._welcome = _welcome(config, self._config)
         self._limits = self._welcome.limits
-        self._tenants = curve.tenants if curve else None
+        self._roster = Roster(curve.tenants if curve else None)
         self._router = Router(system.loop, self._config, curve)
         self.endpoint = self._router.endpoint
         self._sender = Sender(self._router, self._config.log_tokens_per_job)
@@ -90,8 +91,6 @@ class GatewayActor(Actor):
         self._table = StreamTable(retain_ms, retain_jobs, has_keys=curve is not None)
         self._jobs = Jobs(self._table, vocabulary, Wiring(self, text, ledger), self._sender)
         self._sender.on_backlog = self._jobs.on_backlog
-        self._peers: dict[bytes, Peer] = {}
-        self._clients: dict[str, Client] = {}
         self._state = EngineState(ready=False, progress=0)
         self._unblocks = False
         self._from_client: dict[MessageType, Callable[[Peer, Client, Message], None]] = {
@@ -142,12 +141,7 @@ class GatewayActor(Actor):
 
     def _on_frames(self, routing_id: bytes, frames: list[bytes], key: bytes) -> None:
         now_s = self._loop.time()
-        peer = self._peers.get(routing_id)
-        if peer is None:
-            peer = self._peers[routing_id] = Peer(routing_id, now_s)
-        peer.last_heard_s = now_s
-        if peer.client is not None:
-            peer.client.last_heard_s = now_s
+        peer = self._roster.hear(routing_id, now_s)
         if now_s < peer.muted_until_s:
             return
         try:
@@ -202,20 +196,7 @@ class GatewayActor(Actor):
         hello = Hello.from_body(message.body)
         if MAJOR not in hello.versions:
             raise VersionMismatch(f"versions: offered here: [{MAJOR}]", field="versions")
-        tenant = hello.tenant
-        if self._tenants is not None:
-            tenant = self._tenants.get(key, "") or tenant
-        name = f"{key.decode()}/{hello.client}" if key else hello.client
-        client = self._clients.get(name)
-        if client is None:
-            client = self._clients[name] = Client(name)
-        if peer.client is not None and peer.client is not client:
-            peer.client.peer = None  # the connection speaks for another client from now on
-        if client.peer is not None and client.peer is not peer:
-            log.info("client.moved", client=hello.client)
-            client.peer.client = None
-        client.begin_session(peer, hello.credit, tenant, self._loop.time())
-        log.info("client.hello", client=hello.client, tenant=tenant, agent=hello.agent)
+        self._roster.greet(peer, hello, key)
         self._sender.answer(peer, MessageType.WELCOME, self._welcome.to_body())
 
     # ------------------------------------------------------------ from clients
@@ -259,8 +240,8 @@ class GatewayActor(Actor):
         """Who is here, and what was sent."""
         now_s = self._loop.time()
         return GatewayCounts(
-            num_clients=sum(client.peer is not None for client in self._clients.values()),
-            num_muted=sum(peer.muted_until_s > now_s for peer in self._peers.values()),
+            num_clients=sum(client.peer is not None for client in self._roster.clients),
+            num_muted=self._roster.num_muted(now_s),
             num_streams=self._table.num_open,
             num_events=self._sender.num_events,
             num_messages=self._sender.num_messages,
@@ -274,7 +255,7 @@ class GatewayActor(Actor):
 
     def _on_drain(self, message: Drain) -> None:
         self._jobs.drain()
-        for client in self._clients.values():
+        for client in self._roster.clients:
             if client.peer is not None:
                 body = {"drain_ms": message.drain_ms}
                 self._sender.answer(client.peer, MessageType.DRAIN, body)
@@ -289,24 +270,12 @@ class GatewayActor(Actor):
     def _sweep(self) -> None:
         """Ask silent clients for a sign of life, give up the gone, forget old jobs."""
         now_s = self._loop.time()
-        gone_s = self._config.gone_ms / 1000
-        heartbeat_s = self._config.heartbeat_ms / 1000
-        for client in list(self._clients.values()):
-            silent_s = now_s - client.last_heard_s
-            if silent_s > gone_s:
-                self._give_up(client)
-            elif client.peer is not None and silent_s > heartbeat_s:
-                self._sender.try_answer(client.peer, MessageType.PING, {"t": int(now_s * 1000)})
-        for routing_id, peer in list(self._peers.items()):
-            if now_s - peer.last_heard_s > gone_s and now_s >= peer.muted_until_s:
-                del self._peers[routing_id]
+        for client in self._roster.remove_gone(now_s, self._config.gone_ms / 1000):
+            log.info("client.gone", client=client.name, streams=len(client.streams))
+            self._jobs.abandon(client)
+        for peer in self._roster.silent(now_s, self._config.heartbeat_ms / 1000):
+            self._sender.try_answer(peer, MessageType.PING, {"t": int(now_s * 1000)})
         self._table.forget_old()
-
-    def _give_up(self, client: Client) -> None:
-        log.info("client.gone", client=client.name, streams=len(client.streams))
-        self._jobs.abandon(client)
-        client.peer = None
-        del self._clients[client.name]
 
 
 def _welcome(config: BrokerConfig, zmq_config: ZmqConfig) -> Welcome:

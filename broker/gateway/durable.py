@@ -59,12 +59,12 @@ class DurableJobs:
 
     # ------------------------------------------------------------ from clients
 
-    def submit(self, client: Client, request: JobRequest, digest: bytes) -> None:
+    def submit(self, client: Client, request: JobRequest) -> None:
         """A new job, as far as this door knows; Redis may know better."""
         if request.have:
             message = "have: Redis itself has the tokens of a durable job; send RESUME"
             raise Unsupported(message, field="have")
-        stream = RelayedStream(request.job, client, request.tenant, digest, self._relay)
+        stream = RelayedStream(request.job, client, request, request.tenant, self._relay)
         self._table.add(stream)
         self._relay.tell(SubmitDurable(request, self._door))
 
@@ -121,6 +121,7 @@ class DurableJobs:
         peer = stream.client.peer
         if peer is not None:
             self._sender.answer(peer, MessageType.ACCEPTED, accepted_body(stream, 0))
+        stream.seal()
 
     def _break_off(self, stream: RelayedStream, event: Tokens) -> None:
         """Only a RESUME from within an entry comes here: its text cannot be cut by token."""
@@ -157,7 +158,7 @@ class DurableJobs:
         after = wish.after if wish.kind is MessageType.RESUME else found.seq
         stream = self._table.get(job)
         if stream is None:
-            stream = RelayedStream(job, client, tenant, b"", self._relay)
+            stream = RelayedStream(job, client, None, tenant, self._relay)
             stream.state = StreamState.LIVE
         if not isinstance(stream, RelayedStream):
             raise unknown(job)  # in the meantime somebody has taken its id

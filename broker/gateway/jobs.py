@@ -6,11 +6,11 @@ logs and the sender's messages. Knows clients and streams; knows no frames.
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -20,7 +20,7 @@ from broker.gateway.digest import digest_of
 from broker.gateway.durable import DurableJobs
 from broker.gateway.relayed import RelayedStream
 from broker.gateway.sender import Sender
-from broker.gateway.sessions import Client
+from broker.gateway.sessions import Client, with_tenant
 from broker.gateway.stream import Stream, StreamState
 from broker.gateway.table import StreamTable
 from broker.messages import (
@@ -47,7 +47,6 @@ from tokenbus.errors import (
     Busy,
     Conflict,
     Draining,
-    InvalidField,
     TokenbusError,
     Unsupported,
 )
@@ -81,6 +80,7 @@ class Jobs:
         self._wiring = wiring
         self._sender = sender
         self._durable: DurableJobs | None = None
+        self._seeds = random.Random()
         self._is_draining = False
         self.refused: Counter[str] = Counter()  # by error code
         self.dirty: set[Client] = set()  # clients whose streams have something new to flush
@@ -109,18 +109,17 @@ class Jobs:
 
     def submit(self, client: Client, request: JobRequest) -> None:
         """A new job, or the same once more. Raises what it is refused for."""
-        request = self._with_tenant(request, client)
-        digest = digest_of(request)
+        request = with_tenant(request, client, self._table.has_keys)
         known = self._table.get(request.job)
         if isinstance(known, RelayedStream) and not known.digest:
             self._table.forget(known)  # followed by its name alone: Redis compares the requests
         elif known is not None:
-            self._repeat(known, client, request, digest)
+            self._repeat(known, client, request)
             return
         if request.durable:
-            self._submit_durable(client, request, digest)
+            self._submit_durable(client, request)
             return
-        stream = Stream(request.job, client, request.tenant, digest, self._wiring.ledger)
+        stream = Stream(request.job, client, request, request.tenant, self._wiring.ledger)
         if request.deadline_ms is not None:
             stream.deadline_ns = time.monotonic_ns() + request.deadline_ms * 1_000_000
         if not self._wiring.text.tell(Prepare(request, self._wiring.door, stream)):
@@ -180,12 +179,12 @@ class Jobs:
         if stream.state is not StreamState.ENDED:
             stream.owner.tell(Pause(stream.job) if is_over else Unpause(stream.job))
 
-    def _submit_durable(self, client: Client, request: JobRequest, digest: bytes) -> None:
+    def _submit_durable(self, client: Client, request: JobRequest) -> None:
         if self._durable is None:
             raise Unsupported("durable: this worker has no Redis", field="durable")
         if self._is_draining:
             raise Draining("the worker is draining", retry_ms=1_000)
-        self._durable.submit(client, request, digest)
+        self._durable.submit(client, request)
 
     def _look_up(self, client: Client, job: str, kind: MessageType, after: int = 0) -> None:
         """Only Redis can know the job."""
@@ -198,15 +197,8 @@ class Jobs:
             raise RuntimeError("a durable job without a relay")
         return self._durable
 
-    def _with_tenant(self, request: JobRequest, client: Client) -> JobRequest:
-        if not request.tenant:
-            return replace(request, tenant=client.tenant) if client.tenant else request
-        if self._table.has_keys and client.tenant and request.tenant != client.tenant:
-            raise InvalidField(f"tenant: this key is {client.tenant!r}'s", field="tenant")
-        return request
-
-    def _repeat(self, known: Stream, client: Client, request: JobRequest, digest: bytes) -> None:
-        if known.digest != digest or known.tenant != request.tenant:
+    def _repeat(self, known: Stream, client: Client, request: JobRequest) -> None:
+        if known.digest != digest_of(request) or known.tenant != request.tenant:
             raise Conflict(f"job: {request.job!r} is taken by a different request", field="job")
         if isinstance(known, RelayedStream):
             self._relayed().rewind(known, client, 0)
@@ -226,7 +218,7 @@ class Jobs:
         stops = request.params.stop
         stream.open(message, Detokenizer(self._vocabulary, stops, message.min_tokens))
         seed = request.params.seed
-        stream.seed = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
+        stream.seed = self._seeds.randrange(MAX_SEED + 1) if seed is None else seed
         submit = Submit(
             prepared=message,
             door=self._wiring.door,
@@ -266,6 +258,7 @@ class Jobs:
             return
         stream.state = StreamState.LIVE
         self._send_accepted(stream, message.queue_position)
+        stream.seal()
         if stream.is_cancelled:
             self._wiring.ledger.tell(Cancel(stream.job))
 

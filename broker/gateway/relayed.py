@@ -6,6 +6,7 @@ from broker.gateway.sessions import Client
 from broker.gateway.stream import Stream
 from broker.messages import Address, Tokens
 from tokenbus.errors import Gone
+from tokenbus.request import JobRequest
 
 
 class RelayedStream(Stream):
@@ -14,9 +15,9 @@ class RelayedStream(Stream):
     __slots__ = ("known_seq",)
 
     def __init__(
-        self, job: str, client: Client, tenant: str, digest: bytes, relay: Address
+        self, job: str, client: Client, request: JobRequest | None, tenant: str, relay: Address
     ) -> None:
-        super().__init__(job, client, tenant, digest, relay)
+        super().__init__(job, client, request, tenant, relay)
         self.known_seq = 0
 
     def append(self, event: Tokens) -> None:

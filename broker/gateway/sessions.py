@@ -8,7 +8,11 @@ jobs again, and two that share a name do not get each other's halves.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from tokenbus.errors import InvalidField
+from tokenbus.request import JobRequest
 
 if TYPE_CHECKING:
     from broker.gateway.stream import Stream
@@ -72,3 +76,14 @@ class Client:
         self.waiting.clear()
         for stream in self.streams.values():
             stream.is_attached = False  # until RESUME or SUBMIT says from where
+
+
+def with_tenant(request: JobRequest, client: Client, has_keys: bool) -> JobRequest:
+    """The request in its client's name. Raises InvalidField for one in another tenant's, where
+    clients have keys.
+    """
+    if not request.tenant:
+        return replace(request, tenant=client.tenant) if client.tenant else request
+    if has_keys and client.tenant and request.tenant != client.tenant:
+        raise InvalidField(f"tenant: this key is {client.tenant!r}'s", field="tenant")
+    return request

@@ -10,10 +10,12 @@ import time
 from array import array
 from enum import Enum
 
+from broker.gateway.digest import digest_of
 from broker.gateway.sessions import Client
 from broker.messages import Address, Done, Failed, Prepared, Tokens
 from broker.text.detokenizer import Detokenizer
 from tokenbus.errors import Gone
+from tokenbus.request import JobRequest
 
 MAX_TEXT_PIECES = 64
 MAX_UNSENT_CHARS = 256 << 10  # then the job is paused, however few tokens that is
@@ -31,20 +33,22 @@ class Stream:
     """seqs up to `base_seq` are not in the log: the client had them, or they were trimmed."""
 
     __slots__ = (
-        "_base", "_ids", "_num_chars", "_pieces", "_sent_chars", "attempt", "base_seq", "client",
-        "deadline_ns", "digest", "ended_s", "is_attached", "is_cancelled", "is_paused", "job",
+        "_base", "_digest", "_ids", "_num_chars", "_pieces", "_request", "_sent_chars",
+        "attempt", "base_seq", "client",
+        "deadline_ns", "ended_s", "is_attached", "is_cancelled", "is_paused", "job",
         "owner", "prefix", "prompt_tokens", "seed", "sent_seq", "state", "tenant", "terminal",
         "terminal_sent",
     )  # fmt: skip
 
     def __init__(
-        self, job: str, client: Client, tenant: str, digest: bytes, owner: Address
+        self, job: str, client: Client, request: JobRequest | None, tenant: str, owner: Address
     ) -> None:
         self.job = job
         self.owner = owner  # who ends, pauses and continues the job
         self.client = client
         self.tenant = tenant
-        self.digest = digest  # of the request: is a second SUBMIT the same job?
+        self._request = request
+        self._digest = b""
         self.state = StreamState.PREPARING
         self.attempt = 1
         self.seed = 0
@@ -72,6 +76,18 @@ class Stream:
         base.feed(self.prefix)
         self._base = base
         self.base_seq = self.sent_seq = len(self.prefix)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the request: is a second SUBMIT the same job? Empty where the request is not known."""
+        if self._request is not None:
+            self._digest = digest_of(self._request)
+            self._request = None  # a prompt can be long
+        return self._digest
+
+    def seal(self) -> None:
+        """The job is on its way: now there is time for the digest."""
+        _ = self.digest
 
     @property
     def last_seq(self) -> int:

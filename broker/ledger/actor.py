@@ -16,10 +16,11 @@ import structlog
 from broker.actor import Actor, ActorSystem, Overflow
 from broker.config import QueueConfig
 from broker.ledger.book import Book
+from broker.ledger.deadlines import DeadlineTimer
 from broker.ledger.job import Job, JobState
-from broker.ledger.job_log import log_end
 from broker.ledger.reports import Reports
 from broker.ledger.steps import take_steps
+from broker.ledger.tally import Tally
 from broker.link_messages import (
     EngineGone,
     EngineProgress,
@@ -75,9 +76,10 @@ class LedgerActor(Actor):
         self.drained = asyncio.Event()  # set when a drain has left no job behind
         self._vocabulary = vocabulary
         self._metrics = metrics or Metrics()
-        self._book = Book(limits, link)
-        self._deadline_timer: asyncio.TimerHandle | None = None
-        self._deadline_armed_ns = 0
+        self._tally = Tally(self._metrics)
+        self._book = Book(limits, link, self._tally)
+        self._deadline_timer = DeadlineTimer(self, self._book.deadlines, self._end_overdue)
+        self._flush_tally = self.guard(self._tally.flush)
         self._is_draining = False
         self._reports = Reports(self._book.jobs, self._book.runs, self._metrics)
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -111,7 +113,7 @@ class LedgerActor(Actor):
 
     async def stop(self) -> None:
         """Write the last lines of the log."""
-        self._log_finished()
+        self._tally.flush()
 
     def handle(self, message: object) -> None:
         """See the module."""
@@ -125,9 +127,9 @@ class LedgerActor(Actor):
         self._book.start_runs()
         self._book.outbox.flush()
         self._reports.tell_capacity(self._is_draining)
-        self._arm_deadline_timer()
-        if self._book.finished:
-            self._loop.call_soon(self._log_finished)  # behind the doors' turn
+        self._deadline_timer.arm()
+        if self._tally:
+            self._loop.call_soon(self._flush_tally)  # behind the doors' turn
         if self._is_draining and not self._book.jobs:
             self.drained.set()
 
@@ -206,7 +208,7 @@ class LedgerActor(Actor):
 
     def _on_steps(self, message: Steps) -> None:
         self._reports.progress += len(message.steps)
-        self._metrics.take_steps(message.steps)
+        self._tally.add_steps(message.steps)
         now_ns = time.monotonic_ns()
         for job, finish in take_steps(self._book.runs, message.steps):
             if finish == Finish.NOT_FINISHED:
@@ -263,6 +265,7 @@ class LedgerActor(Actor):
         self._reports.tell_state()
 
     def _on_engine_gone(self, message: EngineGone) -> None:
+        self._tally.flush()
         self._metrics.engine_gone()
         computing = []
         for job in self._book.runs.gone():
@@ -284,25 +287,7 @@ class LedgerActor(Actor):
 
     # ------------------------------------------------------------ regular work
 
-    def _log_finished(self) -> None:
-        """Count each job that ended, and write its line."""
-        finished, self._book.finished = self._book.finished, []
-        for job, event in finished:
-            self._metrics.job_ended(job, event)
-            log_end(job, event, self._metrics.door_of(job.door))
-
-    def _arm_deadline_timer(self) -> None:
-        next_ns = self._book.deadlines.next_ns()
-        if next_ns is None or (self._deadline_timer and next_ns == self._deadline_armed_ns):
-            return
-        if self._deadline_timer is not None:
-            self.cancel_timer(self._deadline_timer)
-        delay_s = max(0, next_ns - time.monotonic_ns()) / 1e9
-        self._deadline_armed_ns = next_ns
-        self._deadline_timer = self.later(delay_s, self._end_overdue)
-
     def _end_overdue(self) -> None:
-        self._deadline_timer = None
         now_ns = time.monotonic_ns()
         for name in self._book.deadlines.take_due(now_ns):
             job = self._book.jobs[name]

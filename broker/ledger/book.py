@@ -13,6 +13,7 @@ from broker.ledger.deadlines import Deadlines
 from broker.ledger.job import Job, JobState
 from broker.ledger.outbox import Outbox
 from broker.ledger.runs import Runs
+from broker.ledger.tally import Tally
 from broker.ledger.trials import Trials
 from broker.messages import Address, Done, Failed
 from broker.queue import FairQueue
@@ -21,14 +22,14 @@ from broker.queue import FairQueue
 class Book:
     """Jobs and where they are."""
 
-    def __init__(self, limits: QueueConfig, link: Address) -> None:
+    def __init__(self, limits: QueueConfig, link: Address, tally: Tally) -> None:
         self.jobs: dict[str, Job] = {}
         self.queue = FairQueue(limits)
         self.runs = Runs(link)
         self.trials = Trials(limits.max_engine_kills)
         self.deadlines = Deadlines()
         self.outbox = Outbox()
-        self.finished: list[tuple[Job, Done | Failed]] = []  # to be counted and logged
+        self.tally = tally
 
     def oldest_wait_s(self) -> float:
         """How long the oldest job in the queue has waited; 0 for an empty queue."""
@@ -110,7 +111,7 @@ class Book:
             self.queue.refund(job.ticket(), job.prepared.max_tokens - len(job.ids))
         self.outbox.add(job.door, event)
         self.forget(job)
-        self.finished.append((job, event))
+        self.tally.add_end(job, event)
 
     def release(self, job: Job) -> None:
         """Give the job back to its door; another worker may take it, and nothing is charged."""

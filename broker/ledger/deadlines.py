@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import time
+from collections.abc import Callable
+
+from broker.actor import Actor
 
 
 class Deadlines:
@@ -38,3 +43,29 @@ class Deadlines:
             del self._due_ns[job]
             due.append(job)
         return due
+
+
+class DeadlineTimer:
+    """One timer of an actor that is set for the next deadline."""
+
+    def __init__(self, actor: Actor, deadlines: Deadlines, on_due: Callable[[], None]) -> None:
+        self._actor = actor
+        self._deadlines = deadlines
+        self._on_due = on_due
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_ns = 0
+
+    def arm(self) -> None:
+        """The deadlines may have changed."""
+        next_ns = self._deadlines.next_ns()
+        if next_ns is None or (self._timer and next_ns == self._armed_ns):
+            return
+        if self._timer is not None:
+            self._actor.cancel_timer(self._timer)
+        delay_s = max(0, next_ns - time.monotonic_ns()) / 1e9
+        self._armed_ns = next_ns
+        self._timer = self._actor.later(delay_s, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self._on_due()

@@ -100,11 +100,12 @@ def _check_ids(field: str, ids: Sequence[int] | IntArray, vocab_size: int) -> No
     if len(ids) == 0:
         return
     array = np.asarray(ids, dtype=np.int64)
+    if array.min() >= 0 and array.max() < vocab_size:
+        return
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if len(bad):
-        path = f"{field}[{bad[0]}]"
-        message = f"{path}: token id {array[bad[0]]} is not in 0..{vocab_size - 1}"
-        raise InvalidField(message, field=path)
+    path = f"{field}[{bad[0]}]"
+    message = f"{path}: token id {array[bad[0]]} is not in 0..{vocab_size - 1}"
+    raise InvalidField(message, field=path)
 
 
 def _sampling(params: SamplingParams, model: TextModel, vocab_size: int) -> Sampling:

@@ -75,11 +75,11 @@ def _queued(client: BenchClient) -> int:
 
 
 def _gaps_ms(worker: BusWorker, num_clients: int, num_tokens: int, stuck: bool) -> list[float]:
-    """Each client runs one job; a stuck first one leaves everything in its socket's queue."""
+    """Each client runs one job; a stuck first one reads nothing and grants no more credit."""
     name = "stuck" if stuck else "fair"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     clients = [
-        BenchClient(worker.endpoint, f"bench-client-{name}-{i:03}", context=context)
+        BenchClient(worker.endpoint, f"bench-client-{name}-{i:03}", "", context, stuck and not i)
         for i in range(num_clients)
     ]
     poller = zmq.Poller()

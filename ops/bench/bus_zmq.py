@@ -30,7 +30,9 @@ ANSWER_MS = 20_000
 
 
 class BenchClient:
-    """A DEALER with unlimited credit; blocks. context: shared by many clients, or its own."""
+    """A DEALER, with as good as unlimited credit; blocks. context: shared by many clients, or its
+    own. is_stuck: it will grant no more credit, and its socket holds next to nothing.
+    """
 
     def __init__(
         self,
@@ -38,16 +40,17 @@ class BenchClient:
         name: str = "bench-client-0000000",
         tenant: str = "",
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        is_stuck: bool = False,
     ) -> None:
         self._own = None if context else zmq.Context()
         self.socket = (context or self._own or zmq.Context()).socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 1 if is_stuck else 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVTIMEO, ANSWER_MS)
         self.socket.connect(endpoint)
         about = {"tenant": tenant} if tenant else {}
-        self.send(MessageType.HELLO, client=name, credit=1 << 40, **about)
+        self.send(MessageType.HELLO, client=name, credit=64 if is_stuck else 1 << 40, **about)
         self.receive(MessageType.WELCOME)
 
     def send(self, kind: MessageType, **body: object) -> None:

@@ -80,7 +80,7 @@ class Setup:
         self.pauses.append((stream.job, is_over))
 
     def stream(self, name: str, have: tuple[int, ...] = ()) -> Stream:
-        stream = Stream(name, self.client, "", b"", OWNER)
+        stream = Stream(name, self.client, None, "", OWNER)
         open_stream(stream, have)
         self.client.streams[name] = stream
         return stream
@@ -212,7 +212,7 @@ def test_rewind_gives_ids_and_text_from_any_seq_in_the_log_also_after_trimming(
 ) -> None:
     pieces = [bytes((97 + i,)) for i in range(24)] + ["\u00e9".encode()[:1], "\u00e9".encode()[1:]]
     vocabulary = make_vocabulary(pieces)
-    stream = Stream("j", Client("c"), "", b"", OWNER)
+    stream = Stream("j", Client("c"), None, "", OWNER)
     request = JobRequest(job="j", prompt="x")
     prepared = Prepared(request, np.array([1], np.int32), Sampling(), (), 10, 0)
     stream.open(prepared, Detokenizer(vocabulary))
@@ -243,7 +243,7 @@ def test_rewind_gives_ids_and_text_from_any_seq_in_the_log_also_after_trimming(
 
 
 def test_a_stream_that_continues_begins_after_what_the_client_has() -> None:
-    stream = Stream("j", Client("c"), "", b"", OWNER)
+    stream = Stream("j", Client("c"), None, "", OWNER)
     open_stream(stream, (1, 2, 3))
     assert (stream.base_seq, stream.last_seq, stream.has_unsent) == (3, 3, False)
     stream.append(Tokens("j", 1, 4, [4], "e"))
