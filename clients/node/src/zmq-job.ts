@@ -15,8 +15,23 @@ export interface Followed {
   openedMs: number;
   seed: number | undefined; // the one in use, told by ACCEPTED
   isAccepted: boolean;
-  resumes: number;
+  isResuming: boolean; // RESUME was sent and nothing new came since
+  hasHole: boolean; // something came that does not follow the last token
+  resumes: number; // since the hole is known
   resumedMs: number;
+}
+
+export function newFollowed(stream: JobStream, fields: Fields | undefined): Followed {
+  const openedMs = performance.now();
+  return {
+    stream, fields, openedMs, seed: undefined, isAccepted: false, isResuming: false, hasHole: false, resumes: 0, resumedMs: 0,
+  };
+}
+
+/** The tokens go on after the last one, or nothing is known of them any more. */
+export function forgetHole(followed: Followed): void {
+  followed.isResuming = followed.hasHole = false;
+  followed.resumes = 0;
 }
 
 /** Body and blobs of SUBMIT, with the seed and the ids the reader holds where another worker had the job before. */

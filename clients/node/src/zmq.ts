@@ -7,7 +7,7 @@ import { MessageType, type Message } from "./protocol.js";
 import { Session, type CurveKeys } from "./session.js";
 import type { JobStream } from "./stream.js";
 import { toUsage, type Done, type JobStatus, type Timeouts } from "./types.js";
-import { submitMessage, toStatus, toToken, type Followed } from "./zmq-job.js";
+import { forgetHole, newFollowed, submitMessage, toStatus, toToken, type Followed } from "./zmq-job.js";
 import type { Body } from "./msgpack.js";
 
 const GREETING_MS = 5_000;
@@ -152,9 +152,7 @@ export class ZmqDoor implements Door {
   // ---------------------------------------------------------------- jobs
 
   #follow(stream: JobStream, fields: Fields | undefined): Followed {
-    const followed: Followed = {
-      stream, fields, openedMs: performance.now(), seed: undefined, isAccepted: false, resumes: 0, resumedMs: 0,
-    };
+    const followed = newFollowed(stream, fields);
     this.#jobs.set(stream.job, [...(this.#jobs.get(stream.job) ?? []), followed]);
     return followed;
   }
@@ -171,21 +169,28 @@ export class ZmqDoor implements Door {
     this.#send(MessageType.SUBMIT, ...submitMessage(followed));
   }
 
+  /** A job that waits has nothing to send: only where a hole is known is RESUME repeated, and at last given up. */
   #resume(followed: Followed): void {
     const now = performance.now();
-    if (followed.resumes > 0 && now - followed.resumedMs < RESUME_AGAIN_MS) return;
+    if (followed.isResuming && now - followed.resumedMs < RESUME_AGAIN_MS) return;
     const { stream } = followed;
     if (followed.resumes >= MAX_RESUMES) {
       stream.fail(new TokenbusError("protocol", `the worker does not resend what follows seq ${stream.assembler.last}`));
       return;
     }
-    followed.resumes += 1;
+    if (followed.hasHole) followed.resumes += 1;
+    followed.isResuming = true;
     followed.resumedMs = now;
     this.#send(MessageType.RESUME, { job: stream.job, after: stream.assembler.last });
   }
 
+  #onHole(followed: Followed): void {
+    followed.hasHole = true;
+    this.#resume(followed);
+  }
+
   #pickUp(followed: Followed, isSameWorker: boolean): void {
-    followed.resumes = 0;
+    forgetHole(followed);
     const { fields, isAccepted, stream } = followed;
     if (fields === undefined || (isAccepted && (isSameWorker || fields["durable"] === true))) {
       this.#resume(followed);
@@ -200,7 +205,7 @@ export class ZmqDoor implements Door {
 
   #tick(): void {
     for (const followed of [...this.#jobs.values()].flat()) {
-      if (followed.resumes > 0) this.#resume(followed);
+      if (followed.hasHole) this.#resume(followed);
       if (followed.stream.isOver) this.#forget(followed.stream);
     }
   }
@@ -232,8 +237,8 @@ export class ZmqDoor implements Door {
       const [job, token] = toToken(event);
       for (const followed of this.#jobs.get(job) ?? []) {
         const verdict = followed.stream.onToken(token);
-        if (verdict === "new") followed.resumes = 0;
-        else if (verdict === "hole") this.#resume(followed);
+        if (verdict === "new") forgetHole(followed);
+        else if (verdict === "hole") this.#onHole(followed);
       }
     }
     this.#session?.useCredit(events.length);
@@ -260,7 +265,7 @@ export class ZmqDoor implements Door {
     };
     for (const followed of row) {
       const verdict = followed.stream.onDone(done, String(body["text"] ?? ""), Number(body["attempt"] ?? 1));
-      if (verdict === "hole") this.#resume(followed);
+      if (verdict === "hole") this.#onHole(followed);
     }
     this.#answer("cancel", { ...toStatus(body), state: "done" });
   }
@@ -272,7 +277,7 @@ export class ZmqDoor implements Door {
     } else {
       this.#answer("cancel", { ...toStatus(body), state: "failed" });
     }
-    for (const { stream, resumes } of row) if (error.code !== "gone" || resumes > 0) stream.fail(error);
+    for (const { stream, isResuming } of row) if (error.code !== "gone" || isResuming) stream.fail(error);
   }
 
   async #ask(kind: Waiter["kind"], job: string): Promise<JobStatus> {

@@ -7,6 +7,7 @@ export class FakeWorker {
   hellos = [];
   greets = true;
   credits = [];
+  resumes = 0;
   #greeted = new Set();
   #peer = Buffer.alloc(0);
 
@@ -42,6 +43,7 @@ export class FakeWorker {
         continue;
       } else if (message.type === T.PING) await this.send(T.PONG, { t: message.body.t });
       else if (message.type === T.CREDIT) this.credits.push(message.body.total);
+      else if (message.type === T.RESUME) this.resumes += 1;
       if (message.type === type) return message;
     }
   }

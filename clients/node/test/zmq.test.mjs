@@ -122,6 +122,52 @@ test("a new connection to the same worker resumes", () => withWorker(async (work
   assert.equal(await reading, "a");
 }));
 
+/** Lets seconds go by for the client's tick and for `performance.now`; sockets live on in real time. */
+function mockSeconds(t) {
+  t.mock.timers.enable({ apis: ["setInterval"] });
+  const now = performance.now.bind(performance);
+  let aheadMs = 0;
+  t.mock.method(performance, "now", () => now() + aheadMs);
+  return (seconds) => {
+    for (let i = 0; i < seconds; i++) {
+      aheadMs += 1_000;
+      t.mock.timers.tick(1_000);
+    }
+  };
+}
+
+test("a job that waits is resumed once and waited for", (t) => {
+  const pass = mockSeconds(t);
+  return withWorker(async (worker, client) => {
+    const reading = read(client);
+    await worker.expect(T.SUBMIT);
+    await worker.accept("j");
+    await worker.send(T.ERROR, { code: "no_session", message: "who?", retry: true });
+    await worker.expect(T.RESUME);
+    pass(20);
+    await worker.settle();
+    await worker.tokens(["j", 1, [5], "a"]);
+    await worker.done("j", [5]);
+    assert.equal(await reading, "a");
+    assert.equal(worker.resumes, 1);
+  }, { heartbeatMs: 600_000 });
+});
+
+test("a hole that is never filled ends the job", (t) => {
+  const pass = mockSeconds(t);
+  return withWorker(async (worker, client) => {
+    const reading = read(client);
+    await worker.expect(T.SUBMIT);
+    await worker.accept("j");
+    await worker.tokens(["j", 3, [5], "a"]);
+    await worker.expect(T.RESUME);
+    pass(20);
+    await assert.rejects(reading, { code: "protocol" });
+    await worker.settle();
+    assert.equal(worker.resumes, 5);
+  }, { heartbeatMs: 600_000 });
+});
+
 test("a silent worker is left after three heartbeats and found again", () => withWorker(async (worker, client) => {
   const reading = read(client);
   await worker.expect(T.SUBMIT);

@@ -3,6 +3,9 @@
 new --submit--> submitted --ACCEPTED--> running --DONE, ERROR--> over
                     ^                     | hole, new connection: RESUME
                     +--- new worker ------+
+
+A job that waits in the queue, or whose prompt is being read, has nothing to send: silence after a
+RESUME is no fault. Only where a hole is known is RESUME repeated, and at last given up.
 """
 
 from __future__ import annotations
@@ -35,13 +38,15 @@ class ZmqJob:
         self._loop = asyncio.get_running_loop()
         self._opened_s = self._loop.time()
         self._seed: int | None = None  # the one in use, told by ACCEPTED
-        self._num_resumes = 0
+        self._has_hole = False  # something came that does not follow the last token
+        self._is_resuming = False
+        self._num_resumes = 0  # since the hole is known
         self._resumed_s = 0.0
 
     @property
     def is_resuming(self) -> bool:
         """RESUME was sent and nothing new came since."""
-        return self._num_resumes > 0
+        return self._is_resuming
 
     def submit(self) -> None:
         """Send the job, with what the reader already holds. Raises TooLarge over the worker's
@@ -55,21 +60,22 @@ class ZmqJob:
     def resume(self) -> None:
         """Ask for everything after the last token; at most once a second."""
         now_s = self._loop.time()
-        if self._num_resumes and now_s - self._resumed_s < RESUME_AGAIN_S:
+        if self._is_resuming and now_s - self._resumed_s < RESUME_AGAIN_S:
             return
         if self._num_resumes >= MAX_RESUMES:
             last = self.job.assembler.last
             message = f"job {self.job.name}: the worker does not resend what follows seq {last}"
             self.job.fail(ProtocolError(message, field="seq"))
             return
-        self._num_resumes += 1
+        self._num_resumes += self._has_hole
+        self._is_resuming = True
         self._resumed_s = now_s
         body = Resume(self.job.name, self.job.assembler.last).to_body()
         self._send(MessageType.RESUME, body, [])
 
     def pick_up(self, is_same_worker: bool) -> None:
         """After a WELCOME: go on where the last connection ended."""
-        self._num_resumes = 0
+        self._forget_hole()
         request = self.job.request
         was_accepted = self.job.accepted.done()
         if request is None or (was_accepted and (is_same_worker or request.durable)):
@@ -96,19 +102,27 @@ class ZmqJob:
         """Hand out new tokens; ask for missing ones."""
         verdict = self.job.on_tokens(event)
         if verdict is Verdict.NEW:
-            self._num_resumes = 0
+            self._forget_hole()
         elif verdict is Verdict.HOLE:
-            self.resume()
+            self._on_hole()
 
     def on_done(self, done: Done) -> None:
         """The end, or a sign that tokens before it are missing."""
         if self.job.on_done(done) is Verdict.HOLE:
-            self.resume()
+            self._on_hole()
 
     def on_tick(self) -> None:
-        """Ask again for what a RESUME did not bring."""
-        if self._num_resumes:
+        """Ask again for the tokens that a RESUME did not bring."""
+        if self._has_hole:
             self.resume()
+
+    def _on_hole(self) -> None:
+        self._has_hole = True
+        self.resume()
+
+    def _forget_hole(self) -> None:
+        self._has_hole = self._is_resuming = False
+        self._num_resumes = 0
 
     def _continued(self, request: JobRequest) -> JobRequest:
         """The request for a worker that never saw the job: with its seed, its tokens and the time
