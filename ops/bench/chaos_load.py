@@ -18,7 +18,7 @@ from engine.fake_runner import expected_tokens
 from ops.bench.chaos_audit import Seen
 from tokenbus import AsyncClient
 from tokenbus.door import Timeouts
-from tokenbus.errors import TokenbusError
+from tokenbus.errors import Draining, TokenbusError
 from tokenbus.stream import JobStream
 
 FAKE_VOCAB = 512
@@ -109,6 +109,7 @@ class JobLog:
     begun_s: float = field(default_factory=time.monotonic)
     seen: list[Seen] = field(default_factory=list)
     batches: list[tuple[float, int]] = field(default_factory=list)  # when, tokens so far
+    num_given_back: int = 0  # by a worker that left; asked again of another
     is_over: bool = False
     error: str = ""
 
@@ -171,18 +172,35 @@ class Load:
             job = f"{self._rng.getrandbits(96):024x}"
             log = JobLog(door, question, job)
             self.logs.append(log)
-            options = {**question.options, "job": job, "durable": door.startswith("durable")}
-            stream = self._clients[door].generate(**options)
-            try:
-                await self._follow(stream, log)
-            except TokenbusError as error:
-                log.error = f"{error.code}: {error}"
-                log.seen.append(Seen(job, "error", seq=log.batches[-1][1] if log.batches else 0))
+            while not log.is_over:
+                await self._ask(log)
+
+    async def _ask(self, log: JobLog) -> None:
+        """Follow the job to its end. A worker that leaves may give a plain ZeroMQ job back, to be
+        asked again with what came of it: of another worker.
+        """
+        options = {**log.question.options, "job": log.job}
+        if log.door.startswith("durable"):
+            options["durable"] = True
+        if log.batches:
+            options["have"] = [i for event in log.seen for i in event.ids]
+        try:
+            await self._follow(self._clients[log.door].generate(**options), log)
+            log.is_over = True
+        except TokenbusError as error:
+            if isinstance(error, Draining) and log.door.startswith("zmq"):
+                log.num_given_back += 1
+                doors = [door for door in self._clients if door.startswith("zmq")]
+                log.door = doors[(doors.index(log.door) + 1) % len(doors)]
                 await asyncio.sleep(0.2)
+                return
+            num_tokens = log.batches[-1][1] if log.batches else 0
+            log.error = f"{error.code}: {error}"
+            log.seen.append(Seen(log.job, "error", seq=num_tokens))
             log.is_over = True
 
     async def _follow(self, stream: JobStream, log: JobLog) -> None:
-        num_tokens = 0
+        num_tokens = log.batches[-1][1] if log.batches else 0
         while batch := await stream.next_batch():
             now_s = time.monotonic()
             for tokens in batch:

@@ -27,6 +27,7 @@ class Counts:
     """Jobs by outcome and problems by kind; `lines` says each in words."""
 
     jobs: int = 0
+    given_back: int = 0  # plain ZeroMQ jobs of a worker that left, continued by another
     tokens: int = 0
     lost: int = 0  # no `done`
     repeated: int = 0
@@ -87,6 +88,7 @@ def count_logs(logs: Sequence[JobLog]) -> Counts:
     for log in logs:
         name = f"{log.job} ({log.door})"
         counts.add_job(name, log.seen, log.question.ids, log.question.text)
+        counts.given_back += log.num_given_back
         if log.error:
             counts.lines.append(f"{name}: {log.error}")
     return counts

@@ -197,10 +197,18 @@ class Site:
         self.redis.start()
         for _ in range(self._num_workers):
             self.add_worker()
-        await asyncio.gather(*(worker.start() for worker in self.workers))
+        starts = [asyncio.create_task(worker.start()) for worker in self.workers]
+        await asyncio.wait(starts)
+        if any(start.exception() for start in starts):
+            await self.close()
+        await asyncio.gather(*starts)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop everything and remove the directory."""
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         for worker in self.workers:
             worker.proxy.close()

@@ -187,7 +187,7 @@ async def test_a_worker_with_a_clock_an_hour_off_neither_steals_nor_misses(
     for package in (broker, engine, kernels, ops, tokenbus):
         source = Path(str(package.__file__)).parent
         (tmp_path / source.name).symlink_to(source)
-    async with open_site(1, STEP) as site:
+    async with open_site(1, (*STEP, "--set", "engine.max_num_seqs=4")) as site:
         skewed = site.site.add_worker({"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"})
         await skewed.start()
         jobs = site.submit(12, 150, deadline_ms=60_000)

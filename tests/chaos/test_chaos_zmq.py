@@ -199,6 +199,8 @@ async def test_two_clients_racing_with_one_job_id_get_one_job() -> None:
                 body = {"prompt": ask.prompt, "max_tokens": 5}
                 await asyncio.gather(one.submit(f"r{i}", **body), two.submit(f"r{i}", **body))
                 for client in (one, two):
+                    await client.receive(MessageType.ACCEPTED, job=f"r{i}")
+                for client in (one, two):
                     await client.send(MessageType.RESUME, job=f"r{i}", after=0)
                     reply = (await client.collect(f"r{i}"))[f"r{i}"]
                     assert reply.ids == ask.ids
