@@ -136,7 +136,7 @@ last=$(docker ps -a -q --no-trunc --filter "label=com.docker.compose.project=$pr
 say "stop: drained in $((SECONDS - before)) s, exit code 0, the running job is done"
 
 offline=$(docker run -d --network none -v "${project}_models:/cache" "$image" serve --zmq ipc:///tmp/zmq.sock)
-is_ready() { docker logs "$offline" 2>&1 | grep -q '^Ready\|worker.ready'; }
+is_ready() { docker logs "$offline" 2>&1 | grep -q 'worker.ready'; }
 wait_for 120 "a worker without a network" is_ready
 docker stop -t 40 "$offline" >/dev/null
 docker rm -v "$offline" >/dev/null
