@@ -299,7 +299,7 @@ def environment() -> dict[str, str]:
 
 async def test_top_shows_a_worker_under_load_over_both_doors(tmp_path: Path) -> None:
     async with (
-        fake_worker(tmp_path, "--set", "engine.max_num_seqs=4") as worker,
+        fake_worker(tmp_path, "--set", "engine.max_num_seqs=4", "--drain-s", "0") as worker,
         AsyncClient(zmq=worker.ready["zmq"]) as over_zmq,
         AsyncClient(redis=worker.ready["redis"]) as over_redis,
     ):
