@@ -100,12 +100,15 @@ class Router:
             self._on_readable()
 
     def _read(self) -> None:
-        receive = self._receive
+        receive, socket = self._receive, self._socket
         for _ in range(BURST_MESSAGES):
+            # Asking first is cheaper than the exception of a receive in vain.
+            if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
             try:
                 peer, frames, key = self._take()
             except zmq.Again:
-                return
+                continue
             receive(peer, frames, key)
         self.look_again()
 

@@ -229,7 +229,7 @@ class LedgerActor(Actor):
         if tokens is not None:
             self._book.outbox.add(job.door, tokens)
             if job.first_token_ns == now_ns:
-                self._metrics.first_token(job)
+                self._tally.add_first_token(job)
 
     def _finish(self, job: Job, finish: int, now_ns: int) -> None:
         """The engine ended the run."""

@@ -6,6 +6,7 @@ Knows nothing of other jobs, of the queue or of the engine.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 import zlib
 from array import array
@@ -23,6 +24,9 @@ from tokenbus.errors import TokenbusError
 
 # As plain integers: looked at for every token.
 _STOP, _LENGTH = int(records.Finish.STOP), int(records.Finish.LENGTH)
+
+
+IS_LITTLE = sys.byteorder == "little"
 
 
 class JobState(Enum):
@@ -201,7 +205,7 @@ class Job:
 
 def crc_of(ids: array[int]) -> int:
     """CRC-32 over ids as little-endian int32."""
-    return zlib.crc32(_int32(ids).astype("<i4", copy=False).tobytes())
+    return zlib.crc32(ids.tobytes() if IS_LITTLE else _int32(ids).astype("<i4").tobytes())
 
 
 def _int32(ids: array[int]) -> IntArray:
