@@ -152,6 +152,16 @@ def test_a_full_socket_loses_nothing_and_the_end_comes_last() -> None:
     assert s.client.used == 4
 
 
+def test_two_events_of_a_job_in_one_burst_come_back_whole_from_a_full_socket() -> None:
+    s = Setup()
+    a = s.stream("a")
+    s.router.room = 0
+    s.publish((a, [0, 1]), (a, [2, 3, 4]))
+    s.router.room = 100
+    s.sender.unblock()
+    assert s.router.rows() == [["a", 1, 1, [0, 1, 2, 3, 4], "abcde"]]
+
+
 def test_a_peer_that_is_gone_ends_the_session_and_the_log_goes_on() -> None:
     s = Setup()
     a = s.stream("a")
