@@ -22,7 +22,7 @@ from engine.gpu.runner import GpuRunner
 from engine.loader import LoadedModel, ProgressCallback, load_dummy, load_model, read_spec
 from engine.model.spec import ModelSpec
 from engine.plan import RunnerInfo
-from kernels.sampler import MAX_STOP_IDS
+from kernels.sampling_tables import MAX_STOP_IDS
 from kernels.small_gemm import new_gemm_workspace
 
 _BLOCK_SIZE = 64
@@ -140,4 +140,7 @@ def _info(
         weight_bytes=plan.weight_bytes,
         kv_bytes=plan.kv_bytes,
         max_held_stop_ids=MAX_STOP_IDS,
+        # Prompt attention and decode attention round differently: what a decode row made first has
+        # to be made again by decode rows for the same bits.
+        replays_by_decode=config.deterministic,
     )

@@ -20,11 +20,17 @@ from kernels.inputs import expand_inputs
 from kernels.sampler import sample
 from kernels.table_updates import apply_block_changes
 
-_FIELDS = 6  # changes [3] | rows | num_computed | position of the sampled token
+_FIELDS = 7  # changes [3] | rows | num_computed | rows that sample | position of the sample
 
 
 class DecodeGraph(CapturedStep):
-    """One captured step of `size` rows, of which a plan may fill fewer; the rest is padding."""
+    """One captured step of `size` rows, of which a plan may fill fewer; the rest is padding.
+
+    A row that does not sample (its next token is known already) leaves its place in the out buffers
+    unwritten: results are at the row's index, not packed.
+    """
+
+    packs_results = False
 
     def __init__(
         self,
@@ -56,7 +62,7 @@ class DecodeGraph(CapturedStep):
         return max(len(plan.rows), len(plan.block_rows)) <= self.size
 
     def fill(self, plan: StepPlan, host: IntArray) -> int:
-        """Write the plan's numbers into a pinned array; returns the number of sampled rows."""
+        """Write the plan's numbers into a pinned array; returns how many results to fetch."""
         size, num_changes, num_rows = self.size, len(plan.block_rows), len(plan.rows)
         view = host[: _FIELDS * size].reshape(_FIELDS, size)
         view[0, num_changes:] = -1
@@ -67,14 +73,17 @@ class DecodeGraph(CapturedStep):
         view[3, num_rows:] = -1
         view[4, :num_rows] = plan.num_computed
         view[4, num_rows:] = 0
-        np.add(view[4], 1, out=view[5])
+        view[5] = -1
+        view[5, :num_rows][plan.sample] = plan.rows[plan.sample]
+        np.add(view[4], 1, out=view[6])
         return num_rows
 
     def run(self) -> None:
         """Launch the step's kernels on the current stream."""
         size, b = self.size, self._buffers
         fields = self.inputs.view(_FIELDS, size)
-        changes, rows, num_computed, positions = fields[:3], fields[3], fields[4], fields[5]
+        changes = fields[:3]
+        rows, num_computed, sample_rows, positions = fields[3:]
         a = b.activations.first(size)
         apply_block_changes(changes, self._tables.block_table)
         expand_inputs(
@@ -87,7 +96,7 @@ class DecodeGraph(CapturedStep):
         logits = b.head.logits[:size]
         self._decoder.decode(a, DecodeWork(rows, self._seq_lens, plans), logits)
         sample(
-            b.out_tokens[:size], b.out_bad[:size], logits, rows, positions,
+            b.out_tokens[:size], b.out_bad[:size], logits, sample_rows, positions,
             self._tables.sampling, self._tables.token_table, b.sampler,
             has_filters=self._has_filters,
         )  # fmt: skip

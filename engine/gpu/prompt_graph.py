@@ -29,6 +29,8 @@ class PromptGraph(CapturedStep):
     | cu_seqlens_q [R + 1].
     """
 
+    packs_results = True
+
     def __init__(
         self,
         num_tokens: int,

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import PlanError
@@ -28,7 +29,8 @@ class _Flight:
     """A launched step: where its tokens will be on the host, and when."""
 
     step_id: int
-    num_sampled: int
+    num_results: int
+    picked: npt.NDArray[np.int64] | None  # which of the results are tokens; None: all
     slot: int
     done: torch.cuda.Event
 
@@ -69,21 +71,24 @@ class GpuRunner:
         graph = self._graphs.find(plan, has_filters)
         if graph is not None:
             host, array = self._uploads.take()
-            num_sampled = graph.fill(plan, array)
+            num_results = graph.fill(plan, array)
             graph.replay(host)
         else:
-            num_sampled = self._packed.run(plan, has_filters)
-        self._hand_over(plan.step_id, num_sampled)
+            num_results = self._packed.run(plan, has_filters)
+        picked = None
+        if graph is not None and not graph.packs_results and not plan.sample.all():
+            picked = np.flatnonzero(plan.sample)
+        self._hand_over(plan.step_id, num_results, picked)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
         flight = self._flights.popleft()
         flight.done.synchronize()
-        num = flight.num_sampled
+        which = slice(flight.num_results) if flight.picked is None else flight.picked
         return StepResult(
             flight.step_id,
-            self._out_tokens[flight.slot].numpy()[:num].copy(),
-            self._out_bad[flight.slot].numpy()[:num].astype(np.bool_),
+            self._out_tokens[flight.slot].numpy()[which].copy(),
+            self._out_bad[flight.slot].numpy()[which].astype(np.bool_),
         )
 
     def last_logits(self, index: int) -> torch.Tensor:
@@ -101,18 +106,20 @@ class GpuRunner:
         """Wait for the device; memory goes with the objects."""
         torch.cuda.synchronize()
 
-    def _hand_over(self, step_id: int, num_sampled: int) -> None:
+    def _hand_over(
+        self, step_id: int, num_results: int, picked: npt.NDArray[np.int64] | None
+    ) -> None:
         slot = self._next_slot
         self._next_slot = (slot + 1) % NUM_SLOTS
         out = self._buffers
-        if num_sampled:
-            self._out_tokens[slot][:num_sampled].copy_(
-                out.out_tokens[:num_sampled], non_blocking=True
+        if num_results:
+            self._out_tokens[slot][:num_results].copy_(
+                out.out_tokens[:num_results], non_blocking=True
             )
-            self._out_bad[slot][:num_sampled].copy_(out.out_bad[:num_sampled], non_blocking=True)
+            self._out_bad[slot][:num_results].copy_(out.out_bad[:num_results], non_blocking=True)
         done = self._events[slot]
         done.record()
-        self._flights.append(_Flight(step_id, num_sampled, slot, done))
+        self._flights.append(_Flight(step_id, num_results, picked, slot, done))
 
 
 def _pinned(length: int, dtype: torch.dtype) -> torch.Tensor:

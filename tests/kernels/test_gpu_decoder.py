@@ -73,7 +73,7 @@ def _plan(step_id, blocks, rows, computed, new, *, sample) -> StepPlan:
     return StepPlan(
         step_id, (), block_rows, block_cols, block_ids,
         np.array(rows, np.int32), np.array(computed, np.int32), np.array(new, np.int32),
-        np.full(len(rows), sample), 0,
+        np.broadcast_to(np.array(sample, np.bool_), len(rows)), 0,
     )  # fmt: skip
 
 
@@ -105,6 +105,13 @@ def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
     logits = f.buffers.head.logits[:2].cpu()
     torch.testing.assert_close(logits[0], f.expected(b), rtol=0, atol=1e-4)
     torch.testing.assert_close(logits[1], f.expected(a), rtol=0, atol=1e-4)
+    # a row that replays a known token computes its KV and leaves the token table alone
+    f.tables.token_table[0, 20] = 77
+    _run_captured(graph, _plan(4, [], [0, 2], [19, 38], [1, 1], sample=[False, True]))
+    assert f.tables.token_table[0, 20] == 77
+    logits = f.buffers.head.logits[:2].cpu()
+    assert f.tables.token_table[2, 39] == int(logits[1].argmax())
+    assert f.buffers.out_tokens[1] == int(logits[1].argmax())
 
 
 def _run_captured(graph: DecodeGraph | PromptGraph, plan: StepPlan) -> None:
