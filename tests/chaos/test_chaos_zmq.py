@@ -198,9 +198,16 @@ async def test_two_clients_racing_with_one_job_id_get_one_job() -> None:
                 ask = Ask(f"race {i}", 5)
                 body = {"prompt": ask.prompt, "max_tokens": 5}
                 await asyncio.gather(one.submit(f"r{i}", **body), two.submit(f"r{i}", **body))
+                for client in (one, two):  # what was on its way is read
+                    await client.send(MessageType.PING, t=i)
+                    await client.receive(MessageType.PONG)
+                state = ""
+                while state != "done":
+                    await two.send(MessageType.STATS, job=f"r{i}")
+                    state = (await two.receive(MessageType.STATS)).body["state"]
                 for client in (one, two):
-                    await client.receive(MessageType.ACCEPTED, job=f"r{i}")
-                for client in (one, two):
+                    await client.send(MessageType.PING, t=i)
+                    await client.receive(MessageType.PONG)
                     await client.send(MessageType.RESUME, job=f"r{i}", after=0)
                     reply = (await client.collect(f"r{i}"))[f"r{i}"]
                     assert reply.ids == ask.ids
