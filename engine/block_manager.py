@@ -32,6 +32,19 @@ BROKEN = -1  # serial of a prefix that may not be continued in the cache
 
 
 @dataclass(frozen=True, slots=True)
+class KeyTail:
+    """What is added to the keys of a run's blocks from `first_block` on: equal tokens alone do not
+    make their KV equal.
+    """
+
+    first_block: int
+    data: bytes
+
+
+NO_TAIL = KeyTail(0, b"")
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
     """A cached prefix: its blocks in order of position and the serial of the last one."""
 
@@ -90,7 +103,9 @@ class BlockManager:
         self.num_free -= count
         return taken
 
-    def match(self, token_ids: IntArray, cache_salt: int, max_blocks: int) -> Match:
+    def match(
+        self, token_ids: IntArray, cache_salt: int, max_blocks: int, tail: KeyTail = NO_TAIL
+    ) -> Match:
         """Longest cached prefix of `token_ids` (int32 [L]) in full blocks, at most `max_blocks`;
         changes nothing.
         """
@@ -101,12 +116,20 @@ class BlockManager:
         size = 4 * self.block_size
         data = token_ids[: max_blocks * self.block_size].tobytes()
         for at in range(0, len(data) - size + 1, size):
-            block = self._block_of.get((serial, cache_salt, data[at : at + size]))
+            tokens = data[at : at + size]
+            if at >= tail.first_block * size:
+                tokens += tail.data
+            block = self._block_of.get((serial, cache_salt, tokens))
             if block is None:
                 break
             blocks.append(block)
             serial = self._serial[block]
         return Match(blocks, serial)
+
+    def shorten(self, match: Match, num_blocks: int) -> Match:
+        """The first `num_blocks` blocks of a match, just found."""
+        blocks = match.blocks[:num_blocks]
+        return Match(blocks, self._serial[blocks[-1]] if blocks else ROOT)
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are in the free list: what `share` would take off it."""
@@ -146,7 +169,7 @@ class BlockManager:
 
         Args: block: a block in use whose KV belongs to `tokens`. parent: serial of the block before
             it, ROOT for the first one. tokens: little-endian int32 bytes of its block_size token
-            ids.
+            ids, then the run's `KeyTail` where it applies.
 
         Returns: The serial to continue with: that of this block, or of an equal one registered
             before.

@@ -14,7 +14,8 @@ class FakeModel:
 
     crash_token: the process kills itself with SIGKILL when a prompt contains this id. hang_token:
     the step loop sleeps for ever when a prompt contains it. nan_token: the row's logits count as
-    not finite. is_async: the loop runs one step ahead of it, as with a GPU.
+    not finite. is_async: the loop runs one step ahead of it, as with a GPU. chunk_align_tokens,
+    replays_by_decode: as in `RunnerInfo`.
     """
 
     vocab_size: int = 512
@@ -26,6 +27,8 @@ class FakeModel:
     hang_token: int = -1
     nan_token: int = -1
     is_async: bool = False
+    chunk_align_tokens: int = 1
+    replays_by_decode: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ where.
 Each KV slot holds its token and a running sum over all tokens up to it, the sum being read from the
 slot before it through the block table, as attention would read it. The next token depends on that
 sum alone, so a wrong block table, a block reused too early or a wrong position gives wrong tokens;
-with `verify` each plan is also checked in full.
+with `verify` each plan is also checked in full. Each slot also remembers how its KV was computed:
+by a decode row, or in which piece of a prompt; runners whose KV differs by that say so in their
+`RunnerInfo`, and must then find it the same each time.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Words = npt.NDArray[np.uint64]
 
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
+_BY_DECODE = -1
 _U1, _U27, _U30, _U31 = (np.uint64(n) for n in (1, 27, 30, 31))
 
 
@@ -91,6 +94,8 @@ class FakeRunner:
         self._min_position: dict[int, tuple[int, frozenset[int]]] = {}
         self._kv_token = np.full(info.num_blocks * info.block_size, -1, np.int32)
         self._kv_sum = np.zeros(info.num_blocks * info.block_size, np.uint64)
+        self._kv_piece_end = np.zeros(info.num_blocks * info.block_size, np.int32)
+        self._num_prompt = np.zeros(num_rows, np.int32)
         self._launched: deque[tuple[float, StepPlan]] = deque()
         self._results: deque[StepResult] = deque()
 
@@ -162,6 +167,7 @@ class FakeRunner:
         self._length[row] = length
         self._table[row] = -1
         self._salt[row] = salt_of(new.sampling)
+        self._num_prompt[row] = new.num_prompt_tokens
         prompt = new.token_ids[: new.num_prompt_tokens]
         self._bad[row] = self._model.nan_token >= 0 and (prompt == self._model.nan_token).any()
         self._min_position.pop(row, None)
@@ -182,6 +188,7 @@ class FakeRunner:
         slots = self._slots(rows, positions)
         self._kv_token[slots] = tokens
         self._kv_sum[slots] = sums
+        self._kv_piece_end[slots] = _BY_DECODE
         return sums
 
     def _prompt_chunk(self, row: int, start: int, end: int) -> np.uint64:
@@ -193,6 +200,8 @@ class FakeRunner:
         sums = np.cumsum(words, dtype=np.uint64)
         self._kv_token[slots] = self._tokens[row, positions]
         self._kv_sum[slots] = sums
+        ends = _piece_ends(positions, self.info.chunk_align_tokens, end)
+        self._kv_piece_end[slots[-(end - start) :]] = ends[-(end - start) :]
         return np.uint64(sums[-1])
 
     def _sample(self, rows: IntArray, positions: IntArray, sums: Words) -> IntArray:
@@ -214,8 +223,9 @@ class FakeRunner:
         checks = {
             "a row is named twice": len(set(rows.tolist())) == len(rows),
             "a row computes nothing": bool((plan.num_new > 0).all()),
-            "a decode row computes other than one sampled token": bool(
-                (plan.num_new[:d] == 1).all() and plan.sample[:d].all()
+            "a decode row computes other than one token": bool((plan.num_new[:d] == 1).all()),
+            "a decode row computes a token without need to": bool(
+                plan.sample[:d].all() or self.info.replays_by_decode
             ),
             "a row computes past its tokens": bool((done <= self._length[rows]).all()),
             "sample differs from 'the chunk ends the row'": bool(
@@ -250,10 +260,34 @@ class FakeRunner:
         sums = np.cumsum(token_words(self._tokens[row, :start], positions[:start]), dtype=np.uint64)
         if (self._kv_sum[slots[:start]] != sums).any():
             raise PlanError(f"step {step_id}: row {row} reads KV of another prefix below {start}")
+        if self.info.replays_by_decode:
+            self._check_pieces(step_id, row, slots[:start], end)
         new = set(slots[start:].tolist())
         if new & written:
             raise PlanError(f"step {step_id}: row {row} writes slots that another row writes")
         written |= new
+
+    def _check_pieces(self, step_id: int, row: int, slots: npt.NDArray[np.int64], end: int) -> None:
+        """The row's context (slots int64 [start]) was computed as an undisturbed run does it, and
+        so is what it computes now, up to `end`.
+        """
+        start, num_prompt = len(slots), int(self._num_prompt[row])
+        align = self.info.chunk_align_tokens
+        positions = np.arange(start)
+        expected = _piece_ends(positions, align, num_prompt)
+        expected[positions >= num_prompt] = _BY_DECODE
+        if (self._kv_piece_end[slots] != expected).any():
+            raise PlanError(f"step {step_id}: row {row} reads KV made another way below {start}")
+        is_piece = start % align == 0 and (end % align == 0 or end == num_prompt)
+        if (end > num_prompt and end - start > 1) or (start < num_prompt and not is_piece):
+            raise PlanError(f"step {step_id}: row {row} computes {start} to {end} in one piece")
+
+
+def _piece_ends(
+    positions: npt.NDArray[np.int64], align: int, num_prompt: int
+) -> npt.NDArray[np.int64]:
+    """Where the piece of the prompt ends that a position is computed in. int64 [N]."""
+    return np.minimum((positions // align + 1) * align, num_prompt)
 
 
 def build_fake_runner(config: EngineConfig, verify: bool = False) -> FakeRunner:
@@ -277,5 +311,7 @@ def build_fake_runner(config: EngineConfig, verify: bool = False) -> FakeRunner:
         load_s=0.0,
         weight_bytes=0,
         kv_bytes=0,
+        chunk_align_tokens=model.chunk_align_tokens,
+        replays_by_decode=model.replays_by_decode,
     )
     return FakeRunner(info, model, verify)

@@ -24,7 +24,7 @@ class Flight:
     """A step that was planned and is not completed yet.
 
     rows, sample_rows: int64; rows of the plan, and those that yield a token, in order.
-    started_rows: rows whose prompt is done with this step for the first time.
+    started_rows: rows that give their first token with this step.
     """
 
     plan: StepPlan

@@ -21,8 +21,12 @@ def register_full_blocks(t: RowTable, blocks: BlockManager, row: int) -> None:
     size = 4 * t.block_size
     data = t.tokens[row, first * t.block_size : full * t.block_size].tobytes()
     salt, serial = t.salt[row], t.chain[row]
+    tail = t.tail[row]
     for i, block in enumerate(t.table[row, first:full].tolist()):
-        serial = blocks.register(block, serial, salt, data[i * size : (i + 1) * size])
+        tokens = data[i * size : (i + 1) * size]
+        if first + i >= tail.first_block:
+            tokens += tail.data
+        serial = blocks.register(block, serial, salt, tokens)
     t.set_registered(row, full, serial)
 
 
@@ -36,8 +40,10 @@ def register_next_blocks(t: RowTable, blocks: BlockManager, rows: RowIndex) -> N
     at = t.token_offset[rows] + first.astype(np.int64) * t.block_size
     data = t.flat_tokens[at[:, None] + np.arange(t.block_size)].tobytes()
     next_blocks = t.table[rows, first].tolist()
-    for i, row in enumerate(rows.tolist()):
+    for i, (row, index) in enumerate(zip(rows.tolist(), first.tolist(), strict=True)):
         tokens = data[i * size : (i + 1) * size]
+        if index >= t.tail[row].first_block:
+            tokens += t.tail[row].data
         t.chain[row] = blocks.register(next_blocks[i], t.chain[row], t.salt[row], tokens)
     t.num_registered[rows] = first + 1
     t.next_register[rows] += t.block_size

@@ -160,6 +160,8 @@ class Residency:
         t.append_blocks(row, table)
         t.computed[row] = num_cached = len(match.blocks) * t.block_size
         t.set_registered(row, len(match.blocks), match.serial)
+        if num_cached >= t.chunk_end[row]:
+            t.phase[row] = Phase.DECODE
         if not t.started[row]:
             t.cached_tokens[row] = min(num_cached, t.request(row).num_prompt_tokens)
         self._changes.append(([row] * len(table), range(len(table)), table))
@@ -173,8 +175,12 @@ class Residency:
         t = self.rows
         length = int(t.length[row])
         most = min(int(t.known[row]), length - 1) // t.block_size
-        match = self.blocks.match(t.tokens[row], t.salt[row], most)
-        return match, -(-length // t.block_size) - len(match.blocks)
+        match = self.blocks.match(t.tokens[row], t.salt[row], most, t.tail[row])
+        num_hits = len(match.blocks)
+        if num_hits * t.block_size < min(length, int(t.chunk_end[row])):
+            num_hits -= num_hits % t.hit_multiple
+        match = self.blocks.shorten(match, num_hits)
+        return match, -(-length // t.block_size) - num_hits
 
     def _make_room(self, wanted: int, yielding: npt.NDArray[np.bool_]) -> bool:
         """Preempt rows that yield until `wanted` blocks are free; False if they cannot be had at

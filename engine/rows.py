@@ -7,15 +7,16 @@ steps will have produced, so they run ahead of the ids known on the host.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from broker.ring.records import Sampling
-from engine.block_manager import ROOT
-from engine.plan import IntArray, NewRow
-from engine.request import ARRIVAL_BITS, Request
+from engine.block_manager import NO_TAIL, ROOT, KeyTail
+from engine.plan import IntArray, NewRow, RunnerInfo
+from engine.request import ARRIVAL_BITS, Request, max_tokens_in_cache
 
 BoolArray = npt.NDArray[np.bool_]
 RowIndex = npt.NDArray[np.int64]
@@ -23,6 +24,7 @@ RowIndex = npt.NDArray[np.int64]
 STOP_WIDTH = 8  # stop ids compared in the vectorised test; more go through a Python set
 
 _PAUSED_RANK = 1 << 61  # beyond every order
+_NEVER = np.iinfo(np.int32).max
 
 
 class Phase:
@@ -46,13 +48,17 @@ def _flags(count: int) -> BoolArray:
 
 
 class RowTable:
-    """Arrays indexed by row, for `num_rows` rows of up to `max_len` tokens in blocks of
-    `block_size`.
-    """
+    """Arrays indexed by row, for as many rows and tokens as a runner has room for."""
 
-    def __init__(self, num_rows: int, max_len: int, block_size: int) -> None:
+    def __init__(self, info: RunnerInfo) -> None:
+        num_rows, max_len = info.max_num_seqs, max_tokens_in_cache(info)
+        block_size = info.block_size
         self.num_rows = num_rows
         self.block_size = block_size
+        self.chunk_align_tokens = info.chunk_align_tokens
+        self.replays_by_decode = info.replays_by_decode
+        # Blocks in the shortest prefix that both a block and a piece of a prompt end with.
+        self.hit_multiple = math.lcm(info.chunk_align_tokens, block_size) // block_size
         self.phase = np.zeros(num_rows, np.uint8)
         self.decodable = _flags(num_rows)  # phase DECODE, not paused, not losing its KV
         self.paused = _flags(num_rows)
@@ -70,6 +76,7 @@ class RowTable:
         self.cached_tokens = _ints(
             num_rows
         )  # prompt tokens the prefix cache gave at the first admission
+        self.chunk_end = _ints(num_rows)  # tokens from here on are computed by decode rows
         self.num_blocks = _ints(num_rows)
         self.capacity = _ints(num_rows)  # num_blocks * block_size
         self.num_registered = _ints(
@@ -87,6 +94,7 @@ class RowTable:
         self.token_offset = np.arange(num_rows, dtype=np.int64) * max_len
         self.table = np.zeros((num_rows, -(-max_len // block_size)), np.int32)
         self.salt = [0] * num_rows
+        self.tail: list[KeyTail] = [NO_TAIL] * num_rows
         self.chain = [ROOT] * num_rows  # prefix cache serial of the last registered block
         self.requests: list[Request | None] = [None] * num_rows
         self.row_of: dict[int, int] = {}  # live runs only
@@ -142,6 +150,8 @@ class RowTable:
         self.min_position[row] = request.min_position
         self.order[row] = request.order
         self.salt[row] = request.cache_salt
+        self.chunk_end[row] = request.num_prompt_tokens if self.replays_by_decode else _NEVER
+        self.tail[row] = self._key_tail(request.num_prompt_tokens)
         stop = request.stop_token_ids
         self.max_stop_ids = max(self.max_stop_ids, len(stop)) if len(self.row_of) > 1 else len(stop)
         self.stop_ids[:, row] = -1
@@ -151,6 +161,17 @@ class RowTable:
             self.many_stop_ids[row] = frozenset(stop.tolist())
         self.clear_kv(row)
         return row
+
+    def _key_tail(self, num_prompt_tokens: int) -> KeyTail:
+        """What tells this run's KV from that of equal tokens in a prompt of another length.
+
+        The piece of a prompt behind the last multiple of chunk_align_tokens is shorter than others,
+        and output is computed another way; only a prompt that ends at the same token has the same.
+        """
+        if not self.replays_by_decode:
+            return NO_TAIL
+        full_pieces = num_prompt_tokens - num_prompt_tokens % self.chunk_align_tokens
+        return KeyTail(full_pieces // self.block_size, num_prompt_tokens.to_bytes(4, "little"))
 
     def clear_kv(self, row: int) -> None:
         """Forget the row's blocks (they were given back) and what was computed in them."""

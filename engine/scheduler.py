@@ -21,7 +21,7 @@ from engine.integrity import check_books
 from engine.outcome import Flight, Outcome, take_tokens
 from engine.plan import IntArray, RunnerInfo, StepPlan, StepResult
 from engine.prefix import register_full_blocks
-from engine.request import accept, max_tokens_in_cache
+from engine.request import accept
 from engine.residency import Residency
 from engine.rows import Phase, RowIndex, RowTable
 
@@ -31,7 +31,7 @@ class Scheduler:
 
     def __init__(self, info: RunnerInfo, enable_prefix_cache: bool = True) -> None:
         self.info = info
-        self.rows = RowTable(info.max_num_seqs, max_tokens_in_cache(info), info.block_size)
+        self.rows = RowTable(info)
         self.blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_cache)
         self._residency = Residency(self.rows, self.blocks)
         self._flights: deque[Flight] = deque()
@@ -123,7 +123,9 @@ class Scheduler:
         self._lone_row = lone
         budget = self.info.max_num_batched_tokens
         decode = self._plan_decode(budget, lone)
-        chunks = self._plan_prompts(budget - len(decode), lone)
+        chunks, replayed = self._plan_prompts(budget - len(decode), lone)
+        if replayed:
+            decode = np.concatenate([decode, np.array(replayed, np.int64)])
         if len(decode) == 0 and not chunks:
             return None
         return self._build(decode, chunks)
@@ -196,19 +198,25 @@ class Scheduler:
         t.in_flight[rows] += 1
         return rows
 
-    def _plan_prompts(self, budget: int, lone: int | None) -> list[tuple[int, int]]:
+    def _plan_prompts(
+        self, budget: int, lone: int | None
+    ) -> tuple[list[tuple[int, int]], list[int]]:
         """Rows that compute a prompt chunk, and its length: rows with KV and rows let in now, in
         one order.
+
+        And rows let in now whose prompt is all cached: they compute one output token.
         """
         res, t = self._residency, self.rows
         chunks: list[tuple[int, int]] = []
+        replayed: list[int] = []
+        align = t.chunk_align_tokens
         partial = res.partial.copy()
         if lone is not None:
             has_kv = t.phase[lone] != Phase.PROMPT or t.num_blocks[lone] or res.give_kv(lone)
             partial = [entry for entry in res.partial if entry[1] == lone] if has_kv else []
         can_admit = lone is None
         at = 0
-        while budget > 0:
+        while budget >= align:
             row = None
             if can_admit and (at == len(partial) or res.next_order() < partial[at][0]):
                 row = res.admit_next()
@@ -220,11 +228,18 @@ class Scheduler:
                 at += 1
                 if not res.is_partial(order, row):  # it lost its KV, or its row, to one let in
                     continue
-            num_new = min(budget, int(t.length[row] - t.computed[row]))
             t.in_flight[row] += 1
+            if t.phase[row] == Phase.DECODE:
+                replayed.append(row)
+                budget -= 1
+                continue
+            computed = int(t.computed[row])
+            num_new = min(int(t.length[row]), int(t.chunk_end[row])) - computed
+            if num_new > budget:
+                num_new = budget - (computed + budget) % align
             budget -= num_new
             chunks.append((row, num_new))
-        return chunks
+        return chunks, replayed
 
     def _build(self, decode: RowIndex, chunks: list[tuple[int, int]]) -> StepPlan:
         """Make the plan, move the rows on by what it computes, and note it as in flight."""
@@ -240,9 +255,9 @@ class Scheduler:
         num_tokens = num_decode + sum(length for _, length in chunks)
         num_computed = t.computed[rows]
         done = num_computed + num_new
-        if chunks:
-            sample[num_decode:] = done[num_decode:] == t.length[rows[num_decode:]]
-        sample_rows = rows[sample] if chunks else rows
+        if chunks or t.replays_by_decode:
+            sample = done == t.length[rows]
+        sample_rows = rows[sample] if chunks or t.replays_by_decode else rows
         started = self._move_on(decode, chunks, rows, done, sample_rows)
         block_rows, block_cols, block_ids = self._residency.take_changes()
         new_rows = tuple(self._residency.new_rows.values())
@@ -271,22 +286,24 @@ class Scheduler:
         done: IntArray,
         sample_rows: RowIndex,
     ) -> list[int]:
-        """Count the step's tokens as computed and sampled; returns rows whose prompt is done for
-        the first time.
+        """Count the step's tokens as computed and sampled; returns rows that give their first
+        token.
         """
         t, res = self.rows, self._residency
         t.computed[rows] = done
-        length = t.length[sample_rows] + 1
-        t.length[sample_rows] = length
-        started: list[int] = []
         if chunks:
-            for row in sample_rows[len(decode) :].tolist():
+            first, ends = len(decode), np.minimum(t.length[rows], t.chunk_end[rows])
+            for row in rows[first:][done[first:] == ends[first:]].tolist():
                 res.displace(row)
                 t.phase[row] = Phase.DECODE
                 res.place(row)
-                if not t.started[row]:
-                    t.started[row] = True
-                    started.append(row)
+        length = t.length[sample_rows] + 1
+        t.length[sample_rows] = length
+        new = ~t.started[sample_rows]
+        started: list[int] = []
+        if np.count_nonzero(new):
+            started = sample_rows[new].tolist()
+            t.started[started] = True
         last = sample_rows[length >= t.limit[sample_rows]]
         if len(last):
             t.phase[last] = Phase.FULL

@@ -122,19 +122,24 @@ def generate(
     sampling: Sequence[Sampling] | None = None,
     scheduler: Scheduler | None = None,
     cached: list[int] | None = None,
+    prefixes: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
     """Output tokens of all prompts, submitted at once and run to their length.
 
-    cached takes the number of prompt tokens that the prefix cache gave each run, in starting order.
+    prefixes: output that each run begins with, as after a crash. cached takes the number of prompt
+    tokens that the prefix cache gave each run, in starting order.
     """
     scheduler = scheduler or Scheduler(runner.info)
     none = np.zeros(0, np.int32)
     outputs: dict[int, list[int]] = {}
     for rid, prompt in enumerate(prompts, start=1):
-        outputs[rid] = []
+        prefix = list(prefixes[rid - 1]) if prefixes else []
+        outputs[rid] = prefix
         settings = sampling[rid - 1] if sampling else Sampling()
-        ids = np.array(prompt, np.int32)
-        rejected = scheduler.submit(Submit(rid, ids, none, none, new_tokens, sampling=settings))
+        ids, prefix_ids = np.array(prompt, np.int32), np.array(prefix, np.int32)
+        rejected = scheduler.submit(
+            Submit(rid, ids, prefix_ids, none, new_tokens, sampling=settings)
+        )
         if rejected is not None:
             raise ValueError(rejected.message)
     while (plan := scheduler.plan()) is not None:

@@ -13,6 +13,7 @@ from engine.cpu.decoder import Decoder
 from engine.cpu.head import Embedding, LmHead
 from engine.cpu.kv_cache import KvCache
 from engine.cpu.runner import CpuRunner
+from engine.cpu.step_inputs import TILE_TOKENS
 from engine.errors import ConfigError
 from engine.loader import LoadedModel, ProgressCallback, load_dummy, load_model, read_spec
 from engine.model.errors import MemoryPlanError
@@ -40,6 +41,7 @@ def build_cpu_runner(config: EngineConfig, progress: ProgressCallback) -> CpuRun
     path = Path(config.model_path)
     spec = read_spec(path)
     max_model_len = _model_len(config, spec)
+    max_num_seqs = config.max_num_seqs or _MAX_NUM_SEQS
     _check_weights_fit(path, spec, config)
     loaded = _load(path, config, progress)
     is_packed = isinstance(loaded.weights.layers[0].gate_up, QuantizedMatrix)
@@ -59,12 +61,14 @@ def build_cpu_runner(config: EngineConfig, progress: ProgressCallback) -> CpuRun
         eos_token_ids=spec.eos_token_ids,
         block_size=block_size,
         num_blocks=num_blocks,
-        max_num_seqs=config.max_num_seqs or _MAX_NUM_SEQS,
-        max_num_batched_tokens=config.max_num_batched_tokens or _MAX_BATCHED_TOKENS,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=_batched_tokens(config, max_num_seqs),
         load_s=loaded.load_s,
         weight_bytes=decoder.num_bytes + embedding.num_bytes + head.num_bytes,
         kv_bytes=cache.num_bytes,
         quantization="packed" if is_packed else "none",
+        chunk_align_tokens=TILE_TOKENS,
+        replays_by_decode=True,
     )
     log.info(
         "runner.ready",
@@ -122,6 +126,18 @@ def _model_len(config: EngineConfig, spec: ModelSpec) -> int:
             "max_model_len", config.max_model_len, f"the model's own limit is {spec.max_model_len}"
         )
     return config.max_model_len or spec.max_model_len
+
+
+def _batched_tokens(config: EngineConfig, max_num_seqs: int) -> int:
+    """A step has room for one tile of a prompt beside decode rows, or prompts would wait long."""
+    least = TILE_TOKENS + max_num_seqs
+    if 0 < config.max_num_batched_tokens < least:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            config.max_num_batched_tokens,
+            f"the CPU runner needs at least {least}: {TILE_TOKENS} and max_num_seqs",
+        )
+    return config.max_num_batched_tokens or max(_MAX_BATCHED_TOKENS, least)
 
 
 def _check_weights_fit(path: Path, spec: ModelSpec, config: EngineConfig) -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from engine.cpu.kv_cache import KvCache
 from engine.cpu.linear import Linear, make_linear
 from engine.cpu.norm import Residual, RmsNorm, head_norm
-from engine.cpu.step_inputs import DecodeGroup, PromptChunk, StepInputs
+from engine.cpu.step_inputs import DecodeGroup, PromptTile, StepInputs
 from engine.model.quantized import QuantizedMatrix
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights
@@ -97,9 +97,9 @@ class Decoder:
         if step.decode is not None:
             q = heads[: step.decode.num_rows, : spec.num_heads]
             parts.append(self._decode_attention(index, layer.window, q, step.decode))
-        for chunk in step.chunks:
-            part = heads[chunk.start : chunk.start + chunk.length]
-            parts.append(self._chunk_attention(index, layer.window, part, chunk))
+        for tile in step.tiles:
+            part = heads[tile.start : tile.start + tile.length]
+            parts.append(self._tile_attention(index, layer.window, part, tile))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_attention(
@@ -119,23 +119,23 @@ class Decoder:
         mixed = torch.bmm(torch.softmax(scores, dim=-1), v)
         return mixed.view(group.num_rows, spec.q_size)
 
-    def _chunk_attention(
-        self, index: int, window: int, heads: torch.Tensor, chunk: PromptChunk
+    def _tile_attention(
+        self, index: int, window: int, heads: torch.Tensor, tile: PromptTile
     ) -> torch.Tensor:
         """Heads q | k | v, float32 [n, q + 2 * kv heads, head_dim] -> [n, q_size]."""
         spec = self._spec
         q = heads[:, : spec.num_heads].transpose(0, 1)[None]
-        if chunk.piece_index is None:
+        if tile.piece_index is None:
             kv = heads[:, spec.num_heads :].transpose(0, 1)[None]
             k, v = kv.chunk(2, dim=1)
         else:
-            both = self._cache.gather(index, chunk.piece_index, spec.num_kv_heads)
-            k, v = both[:, None, :, : chunk.context]
-        mask = chunk.masks[window]
+            both = self._cache.gather(index, tile.piece_index, spec.num_kv_heads)
+            k, v = both[:, None, :, : tile.context]
+        mask = tile.masks[window]
         mixed = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
-        return mixed[0].transpose(0, 1).reshape(chunk.length, spec.q_size)
+        return mixed[0].transpose(0, 1).reshape(tile.length, spec.q_size)
 
 
 def _prepare_layer(spec: ModelSpec, weights: LayerWeights, window: int) -> _Layer:

@@ -1,7 +1,16 @@
-"""Index tensors of one step, made once and used by every layer."""
+"""Index tensors of one step, made once and used by every layer.
+
+Attention's shapes depend on a token's position and its prompt's length alone, never on what else is
+in the step: the last bits of a product follow from its shape. So prompt chunks are cut into tiles
+at multiples of `TILE_TOKENS`, and contexts of decode rows are padded to multiples of
+`CONTEXT_MULTIPLE`: behind that, more padding adds exact zeros at the end of a sum and no other
+path through a product.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +19,9 @@ import torch
 from engine.cpu.kv_cache import KvCache
 from engine.cpu.tables import RowTables
 from engine.plan import StepPlan
+
+TILE_TOKENS = 64
+CONTEXT_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +37,10 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """One prompt chunk: tokens `start` .. `start + length - 1` of the step.
+class PromptTile:
+    """One tile of a prompt chunk: tokens `start` .. `start + length - 1` of the step.
 
-    piece_index: for `KvCache.gather`, None when nothing precedes the chunk. masks: window -> bool
+    piece_index: for `KvCache.gather`, None when nothing precedes the tile. masks: window -> bool
     [length, context] (True = visible), None where plain causal order says the same.
     """
 
@@ -51,7 +63,7 @@ class StepInputs:
     positions: torch.Tensor
     kv_index: torch.Tensor
     decode: DecodeGroup | None
-    chunks: tuple[PromptChunk, ...]
+    tiles: tuple[PromptTile, ...]
     sample_tokens: torch.Tensor
 
 
@@ -74,16 +86,18 @@ def build_step_inputs(
     decode = None
     if plan.num_decode:
         decode = _decode_group(plan, tables, cache, windows, kv_heads)
-    chunks = tuple(
-        _prompt_chunk(plan, i, int(starts[i]), tables, cache, windows)
+    tiles = tuple(
+        _prompt_tile(int(plan.rows[i]), int(starts[i]) - computed, tile, tables, cache, windows)
         for i in range(plan.num_decode, len(plan.rows))
+        for computed in (int(plan.num_computed[i]),)
+        for tile in _cut(computed, computed + int(num_new[i]))
     )
     return StepInputs(
         token_ids=torch.from_numpy(tables.tokens[rows, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
         kv_index=cache.vector_index(blocks, offsets),
         decode=decode,
-        chunks=chunks,
+        tiles=tiles,
         sample_tokens=torch.from_numpy(ends[plan.sample] - 1),
     )
 
@@ -93,11 +107,13 @@ def _decode_group(
 ) -> DecodeGroup:
     rows = plan.rows[: plan.num_decode]
     positions = plan.num_computed[: plan.num_decode].astype(np.int64)
-    columns = int(positions.max()) // cache.block_size + 1
-    blocks = tables.blocks[rows, :columns]
+    multiple = math.lcm(CONTEXT_MULTIPLE, cache.block_size)
+    columns = (int(positions.max()) // multiple + 1) * (multiple // cache.block_size)
     # Table entries behind a row's end are leftovers of its last owner.
-    is_used = np.arange(columns)[None, :] * cache.block_size <= positions[:, None]
-    table = torch.from_numpy(np.where(is_used, blocks, cache.pad_block))
+    last = (positions // cache.block_size)[:, None]
+    column = np.minimum(np.arange(columns)[None, :], last)
+    blocks = tables.blocks[rows[:, None], column]
+    table = torch.from_numpy(np.where(column == np.arange(columns), blocks, cache.pad_block))
     keys = torch.arange(columns * cache.block_size)
     distance = torch.from_numpy(positions)[:, None] - keys
     masks = {}
@@ -110,21 +126,28 @@ def _decode_group(
     return DecodeGroup(plan.num_decode, cache.piece_index(table), masks)
 
 
-def _prompt_chunk(
-    plan: StepPlan,
-    index: int,
-    start: int,
+def _cut(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Tiles (start, end) of the positions start .. end - 1."""
+    while start < end:
+        stop = min(end, (start // TILE_TOKENS + 1) * TILE_TOKENS)
+        yield start, stop
+        start = stop
+
+
+def _prompt_tile(
+    row: int,
+    offset: int,
+    tile: tuple[int, int],
     tables: RowTables,
     cache: KvCache,
     windows: tuple[int, ...],
-) -> PromptChunk:
-    computed, length = int(plan.num_computed[index]), int(plan.num_new[index])
-    context = computed + length
+) -> PromptTile:
+    """tile: (first position, position behind it); position + offset is the token in the step."""
+    computed, context = tile
     piece_index = None
     if computed:
         columns = -(-context // cache.block_size)
-        blocks = tables.blocks[plan.rows[index], :columns]
-        piece_index = cache.piece_index(torch.from_numpy(blocks)[None, :])
+        piece_index = cache.piece_index(torch.from_numpy(tables.blocks[row, :columns])[None, :])
     masks: dict[int, torch.Tensor | None] = {}
     for window in windows:
         if not computed and (not window or context <= window):
@@ -135,4 +158,4 @@ def _prompt_chunk(
         if window:
             visible &= distance < window
         masks[window] = visible
-    return PromptChunk(start, length, context, piece_index, masks)
+    return PromptTile(computed + offset, context - computed, context, piece_index, masks)

@@ -53,7 +53,7 @@ def test_sixteen_at_once_give_the_reference_tokens(runner: Runner) -> None:
 
 
 def test_chunks_of_sixteen_give_the_reference_tokens(runner: Runner) -> None:
-    narrow = with_limits(runner, max_num_batched_tokens=16)
+    narrow = with_limits(runner, max_num_batched_tokens=16, chunk_align_tokens=1)
     assert generate(narrow, PROMPTS[1::3], NEW_TOKENS) == EXPECTED[1::3]
 
 

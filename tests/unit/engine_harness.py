@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ def make_runner(
     budget: int = 16,
     max_len: int = 128,
     is_async: bool = False,
-    **fake: int,
+    **fake: Any,
 ) -> FakeRunner:
     """A verifying fake runner of small sizes."""
     model = FakeModel(

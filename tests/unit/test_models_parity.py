@@ -11,7 +11,8 @@ import torch
 from engine.build import build_runner
 from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
-from tests.cpu_kit import FAMILIES, generate, one_row_plan, save_tiny
+from engine.errors import ConfigError
+from tests.cpu_kit import FAMILIES, generate, one_row_plan, save_tiny, with_limits
 
 TOLERANCE = 1e-4
 PROMPT = np.random.default_rng(3).integers(3, 131, 45).tolist()
@@ -58,8 +59,14 @@ def test_a_mixed_batch_generates_what_the_reference_generates(family: str, tmp_p
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
         )
         expected.append(out[0, len(prompt) :].tolist())
-    runner = runner_for(tmp_path, max_num_batched_tokens=16)
-    assert generate(runner, prompts, 12) == expected
+    narrow = with_limits(runner_for(tmp_path), max_num_batched_tokens=16, chunk_align_tokens=1)
+    assert generate(narrow, prompts, 12) == expected
+
+
+def test_a_step_too_narrow_for_a_tile_and_all_rows_is_refused(tmp_path: Path) -> None:
+    save_tiny("llama-tied", tmp_path)
+    with pytest.raises(ConfigError, match="at least 68: 64 and max_num_seqs"):
+        runner_for(tmp_path, max_num_batched_tokens=67, max_num_seqs=4)
 
 
 def test_a_sharded_checkpoint_equals_its_single_file(tmp_path: Path) -> None:

@@ -31,17 +31,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_rows=st.integers(1, 5),
         budget=st.integers(1, 12),
         cache=st.booleans(),
+        align=st.sampled_from([0, 1, 2, 3, 4, 8]),
     )
     def start(
-        self, is_async: bool, num_blocks: int, num_rows: int, budget: int, cache: bool
+        self, is_async: bool, num_blocks: int, num_rows: int, budget: int, cache: bool, align: int
     ) -> None:
+        """align: 0 for a runner that computes output tokens in any way."""
         runner = make_runner(
             num_blocks=num_blocks,
             num_rows=num_rows,
-            budget=max(budget, num_rows),
+            budget=max(budget, num_rows, align),
             max_len=40,
             is_async=is_async,
             nan_token=96,
+            chunk_align_tokens=max(align, 1),
+            replays_by_decode=align > 0,
         )
         self.harness = Harness(runner, cache)
         self.runs: dict[int, Submit] = {}
@@ -59,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         solo=st.sampled_from([False] * 7 + [True]),
         salt=st.sampled_from([0, 0, 0, 1]),
         is_bad=st.sampled_from([False] * 9 + [True]),
+        num_prefix=st.integers(0, 8),
     )
     def submit(
         self,
@@ -72,7 +77,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         solo: bool,
         salt: int,
         is_bad: bool,
+        num_prefix: int,
     ) -> None:
+        """num_prefix: output tokens that an earlier attempt gave, if the run has so many."""
         rid = len(self.runs) + 1
         fields: dict[str, object] = {
             "stop": stop,
@@ -85,11 +92,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             fields["sampling"] = sampled(seed)
         ids = prompt + extra + ([96] if is_bad else [])
         self.runs[rid] = make_submit(rid, ids, max_tokens, **fields)
+        if not is_bad:
+            fields["prefix"] = undisturbed(self.runs[rid])[:-1][:num_prefix]
+            self.runs[rid] = make_submit(rid, ids, max_tokens, **fields)
         reject = self.harness.scheduler.submit(self.runs[rid])
         if reject is not None:
             assert reject.code == "too_long"
-            assert len(ids) >= self.room
-            del self.runs[rid]
+            assert len(ids) + len(self.runs[rid].prefix_ids) >= self.room
             self.runs[rid] = make_submit(rid, [1], 1)
             self.harness.scheduler.submit(self.runs[rid])
 
@@ -132,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "harness"):
             return
         for rid, tokens in self.harness.tokens.items():
-            expected = undisturbed(self.runs[rid])
+            expected = undisturbed(self.runs[rid])[len(self.runs[rid].prefix_ids) :]
             assert expected[: len(tokens)] == tokens, f"run {rid}"
 
     def teardown(self) -> None:
@@ -155,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         room = self.room - len(submit.prompt_ids)
         expected = undisturbed(submit)
-        assert expected[:room] == tokens
+        assert expected[len(submit.prefix_ids) : room] == tokens
         is_stopped = len(expected) <= room and expected[-1] in submit.stop_token_ids
         assert finish == (Finish.STOP if is_stopped else Finish.LENGTH)
 

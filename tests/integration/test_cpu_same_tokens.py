@@ -1,0 +1,90 @@
+"""Packed SmolLM2 on the CPU: a run's tokens are its own, whatever happens around it or to it.
+
+Packed products round activations to bfloat16, so one different last bit in attention soon gives
+other text. The tokens can only be equal where all bits are.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from broker.ring.records import Sampling
+from engine.build import build_runner
+from engine.config import EngineConfig
+from engine.plan import Runner
+from engine.scheduler import Scheduler
+from tests.cpu_kit import SMOLLM2, generate, with_limits
+
+CASES = json.loads(
+    Path(__file__).with_name("data").joinpath("smollm2_greedy.json").read_text(encoding="utf-8")
+)
+PROMPTS = [case["prompt"] for case in CASES if 10 <= len(case["prompt"]) <= 150][:8]
+SAMPLING = [
+    Sampling(seed=100 + i, temperature=0.8 * (i % 2), top_p=0.95) for i in range(len(PROMPTS))
+]
+NEW_TOKENS = 32
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not SMOLLM2.exists(), reason="the SmolLM2 GGUF is not in the cache"),
+]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    """The default runner of this model."""
+    config = EngineConfig(model_path=str(SMOLLM2), device="cpu", kv_cache_bytes=400 << 20)
+    runner = build_runner(config)
+    assert runner.info.quantization == "packed"
+    assert runner.info.replays_by_decode
+    return runner
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runner: Runner) -> list[list[int]]:
+    """What each run gives; half of them greedy, half at temperature 0.8."""
+    return generate(runner, PROMPTS, NEW_TOKENS, SAMPLING)
+
+
+def test_a_run_alone_gives_the_tokens_it_gives_beside_others(
+    runner: Runner, undisturbed: list[list[int]]
+) -> None:
+    for i in (0, 3, 5):
+        assert generate(runner, [PROMPTS[i]], NEW_TOKENS, [SAMPLING[i]]) == [undisturbed[i]]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_runs_continued_at_random_points_beside_each_other_give_the_rest(
+    runner: Runner, undisturbed: list[list[int]], seed: int
+) -> None:
+    points = random.Random(seed)
+    prefixes = [tokens[: points.randrange(NEW_TOKENS)] for tokens in undisturbed]
+    again = generate(runner, PROMPTS, NEW_TOKENS, SAMPLING, prefixes=prefixes)
+    assert again == undisturbed
+
+
+def test_runs_continued_alone_give_the_rest(runner: Runner, undisturbed: list[list[int]]) -> None:
+    for i, point in ((0, 1), (1, 17), (2, NEW_TOKENS - 1), (7, 8)):
+        prefix = undisturbed[i][:point]
+        again = generate(runner, [PROMPTS[i]], NEW_TOKENS, [SAMPLING[i]], prefixes=[prefix])
+        assert again == [undisturbed[i]]
+
+
+def test_preempted_and_cached_runs_give_the_same_tokens(
+    runner: Runner, undisturbed: list[list[int]]
+) -> None:
+    """The second round finds prompts, and what its own runs lose, in the prefix cache."""
+    longest = max(map(len, PROMPTS)) + NEW_TOKENS
+    tight = with_limits(runner, num_blocks=2 * -(-longest // runner.info.block_size))
+    scheduler = Scheduler(tight.info)
+    cached: list[int] = []
+    for _ in range(2):
+        again = generate(tight, PROMPTS, NEW_TOKENS, SAMPLING, scheduler, cached)
+        assert again == undisturbed
+    assert scheduler.preemptions > 0
+    assert any(cached)
+    assert all(count % runner.info.chunk_align_tokens == 0 for count in cached)
