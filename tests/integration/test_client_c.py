@@ -11,9 +11,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,37 +19,25 @@ from engine.config import FakeModel
 from engine.fake_runner import expected_tokens
 from ops.models import CATALOG, DEFAULT_MODEL, is_cached
 from ops.worker_process import run_worker
-from tests.integration.worker import ROOT, make_worker, running
-from tests.integration.zmq_raw import crc_of, letters_of
-from tokenbus.client import AsyncClient
+from tests.integration.client_runs import (
+    C_SOURCE,
+    RUN_S,
+    Answer,
+    Job,
+    ProgramRun,
+    make_c,
+    run_python,
+    start_program,
+    twenty_jobs,
+    what_c_misses,
+)
+from tests.integration.worker import make_worker, running
+from tests.integration.zmq_raw import letters_of
 
-SOURCE = ROOT / "clients" / "c"
-PACKAGES = ("libzmq", "zlib")
 VOCAB = 512
-RUN_S = 60.0
-
-
-def what_is_missing() -> str:
-    """Tools and headers that the build needs and this machine lacks; a skip also in CI, where the
-    base image may have no compiler.
-    """
-    tools = [tool for tool in ("cc", "c++", "make", "pkg-config") if shutil.which(tool) is None]
-    if tools:
-        return f"no {', '.join(tools)}"
-
-    def has(name: str) -> bool:
-        return subprocess.run(["pkg-config", "--exists", name], check=False).returncode == 0
-
-    packages = [name for name in PACKAGES if not has(name)]
-    if not (has("msgpack-c") or has("msgpack")):
-        packages.append("msgpack-c")
-    return f"no headers of {', '.join(packages)}" if packages else ""
-
-
-MISSING = what_is_missing()
-HINT = "apt-get install gcc g++ make pkg-config libzmq3-dev libmsgpack-dev zlib1g-dev"
+MISSING = what_c_misses()
 pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"{MISSING}: {HINT}"),
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
     pytest.mark.timeout(400),  # compiles, and two cores may be busy
 ]
 
@@ -60,141 +46,47 @@ pytestmark = [
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library, examples and test programs, compiled; a warning is an error."""
     directory = tmp_path_factory.mktemp("libtokenbus")
-    make(directory, "all", "tests", "CFLAGS=-O1 -g -Werror")
+    make_c(directory, "all", "tests", "CFLAGS=-O1 -g -Werror")
     return directory
 
 
-def make(directory: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["make", "-C", str(SOURCE), f"BUILD={directory}", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr
-
-
-# ------------------------------------------------------------ jobs
-
-
-@dataclass(frozen=True)
-class Job:
-    """One line of input of the stress program."""
-
-    prompt: str
-    max_tokens: int = 40
-    temperature: float = 0.0
-    seed: int = -1
-    kind: str = "0"  # "1": a chat; "cancel": cancelled after three tokens
-
-    def line(self) -> str:
-        parts = (self.max_tokens, self.temperature, self.seed, self.kind, self.prompt)
-        return "\t".join(map(str, parts)) + "\n"
-
-    def options(self) -> dict[str, Any]:
-        """The same job for the Python client."""
-        where: dict[str, Any] = {"prompt": self.prompt}
-        if self.kind == "1":
-            where = {"messages": [{"role": "user", "content": self.prompt}]}
-        seed = {"seed": self.seed} if self.seed >= 0 else {}
-        return {**where, **seed, "max_tokens": self.max_tokens, "temperature": self.temperature}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """How a job ended, and all of it."""
-
-    end: str
-    text: bytes
-    ids: tuple[int, ...]
-
-
-@dataclass
-class Stress:
-    """The running stress program."""
-
-    process: asyncio.subprocess.Process
-    log: list[str] = field(default_factory=list)
-
-    async def reach(self, count: int) -> None:
-        """Until every running job has that many tokens."""
-        assert self.process.stderr is not None
-        while not any(int(line.split()[1]) >= count for line in self.log if "tokens " in line):
-            line = await asyncio.wait_for(self.process.stderr.readline(), RUN_S)
-            assert line, self.log
-            self.log.append(line.decode())
-
-    async def answers(self) -> list[Answer]:
-        """Until it ends. Its own checks (holes, repeats, events after an end) must have held."""
-        output, rest = await asyncio.wait_for(self.process.communicate(), 4 * RUN_S)
-        assert self.process.returncode == 0, "".join(self.log) + rest.decode()
-        return [read_answer(line) for line in output.decode().splitlines()]
-
-
-def read_answer(line: str) -> Answer:
-    _, end, seq, crc, text, *rest = line.split("\t")
-    ids = tuple(int(i) for i in rest[0].split(",")) if rest else ()
-    assert int(seq) == len(ids)
-    assert end not in ("stop", "length", "cancelled") or int(crc) == crc_of(list(ids))
-    return Answer(end, bytes.fromhex(text), ids)
-
-
-async def start(build: Path, endpoint: str, jobs: Sequence[Job], *mode: str) -> Stress:
-    pipe = asyncio.subprocess.PIPE
+async def start(build: Path, endpoint: str, jobs: Sequence[Job], *mode: str) -> ProgramRun:
     command = [str(build / "stress"), endpoint, *mode]
     if mode == ("valgrind",):
         checks = ("--quiet", "--error-exitcode=9", "--leak-check=full", "--show-leak-kinds=all")
         command = ["valgrind", *checks, "--errors-for-leak-kinds=all", *command[:2]]
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
-    assert process.stdin is not None
-    process.stdin.write("".join(job.line() for job in jobs).encode())
-    process.stdin.close()
-    return Stress(process)
+    return await start_program(command, jobs)
 
 
 async def run_c(build: Path, endpoint: str, jobs: Sequence[Job], *mode: str) -> list[Answer]:
     return await (await start(build, endpoint, jobs, *mode)).answers()
 
 
-async def run_python(endpoint: str, jobs: Sequence[Job]) -> list[Answer]:
-    async def one(client: AsyncClient, job: Job) -> Answer:
-        stream = client.generate(**job.options())
-        events = [event async for event in stream]
-        assert stream.done is not None
-        text = "".join(event.text for event in events)
-        return Answer(stream.done.reason, text.encode(), tuple(i for e in events for i in e.ids))
-
-    async with AsyncClient(zmq=endpoint) as client:
-        return list(await asyncio.gather(*(one(client, job) for job in jobs)))
-
-
-def twenty_jobs(max_tokens: int) -> list[Job]:
-    """Ten greedy and ten seeded ones, some of them chats."""
-    topics = ("The sea is", "Grüße, 你好 🙂", "def add(a, b):", "Once upon a time", "1 2 3 4")
-    greedy = [Job(f"{t} {i}", max_tokens, kind=str(i % 2)) for t in topics for i in range(2)]
-    seeded = [Job(f"{t} {i}", max_tokens, 0.9, seed=i) for t in topics for i in range(2)]
-    return greedy + seeded
-
-
 # ------------------------------------------------------------ the programs
 
 
 def test_the_programs_of_the_readme_compile(build: Path) -> None:
-    blocks = re.findall(r"```(c|cpp)\n(.*?)```", (SOURCE / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```(c|cpp)\n(.*?)```", (C_SOURCE / "README.md").read_text(), re.DOTALL)
     assert {language for language, _ in blocks} == {"c", "cpp"}
     for language, code in blocks:
         compiler = ["cc", "-std=c11"] if language == "c" else ["c++", "-std=c++17"]
         source = build / f"readme.{language}"
         source.write_text(code)
-        command = [*compiler, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{SOURCE}/include"]
+        command = [
+            *compiler,
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-fsyntax-only",
+            f"-I{C_SOURCE}/include",
+        ]
         done = subprocess.run([*command, source], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
 
 def test_vectors_and_scripted_workers_pass_without_an_error_in_memory(build: Path) -> None:
     target = "memcheck" if shutil.which("valgrind") else "test"
-    output = make(build, target, "CFLAGS=-O1 -g -Werror")
+    output = make_c(build, target, "CFLAGS=-O1 -g -Werror")
     assert output.count("no failures") == 3
     assert ", 0 failures" in output
 
@@ -219,10 +111,10 @@ async def test_the_examples_stream_an_answer(build: Path, tmp_path: Path) -> Non
 
 
 async def test_an_installed_library_is_found_by_pkg_config(build: Path, tmp_path: Path) -> None:
-    make(build, "install", f"PREFIX={tmp_path}")
+    make_c(build, "install", f"PREFIX={tmp_path}")
     environment = {**os.environ, "PKG_CONFIG_PATH": str(tmp_path / "lib" / "pkgconfig")}
     command = (
-        f"cc {SOURCE}/examples/example.c -o {tmp_path}/example"
+        f"cc {C_SOURCE}/examples/example.c -o {tmp_path}/example"
         f" $(pkg-config --cflags --libs tokenbus) -Wl,-rpath,{tmp_path}/lib && {tmp_path}/example"
     )
     done = subprocess.run(
