@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from ops.models import CATALOG, DEFAULT_MODEL, is_cached
-from ops.worker_process import run_worker
+from ops.worker_process import WorkerProcess, run_worker
 from tokenbus import AsyncClient
 
 pytestmark = [
@@ -49,6 +50,38 @@ async def test_a_job_has_the_same_tokens_through_either_door_greedy_and_seeded(
     assert greedy[0][1].strip()
     assert seeded[0] == seeded[1]
     assert seeded[0] != seeded[2]
+
+
+async def eight_stories(worker: WorkerProcess, kill_after_tokens: int | None) -> list[str]:
+    """Texts of eight streams at once, half greedy, half seeded; the engine killed among them."""
+    num_seen = 0
+
+    async def story(client: AsyncClient, i: int) -> str:
+        nonlocal num_seen
+        text = ""
+        options = {"temperature": 0.8, "seed": i} if i % 2 else {"temperature": 0.0}
+        prompt = f"A story about {i} {'very ' * 12 * i}small animals:"
+        async for event in client.generate(prompt=prompt, max_tokens=24, **options):  # type: ignore[arg-type]
+            text += event.text
+            before, num_seen = num_seen, num_seen + len(event.ids)
+            if kill_after_tokens is not None and before < kill_after_tokens <= num_seen:
+                os.kill(worker.pids["engine"], signal.SIGKILL)
+        return text
+
+    async with AsyncClient(zmq=worker.ready["zmq"]) as client:
+        return list(await asyncio.gather(*(story(client, i) for i in range(8))))
+
+
+async def test_eight_streams_give_the_same_text_when_the_engine_is_killed_among_them(
+    tmp_path: Path,
+) -> None:
+    async with run_worker(tmp_path) as worker:
+        expected = await eight_stories(worker, kill_after_tokens=None)
+        engine = worker.pids["engine"]
+        assert await eight_stories(worker, kill_after_tokens=80) == expected
+        await worker.next_event()
+        assert worker.pids["engine"] != engine
+    assert len(set(expected)) == 8
 
 
 async def test_the_demonstration_runs_eight_jobs_over_both_doors_and_stops_its_worker() -> None:
