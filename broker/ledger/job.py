@@ -26,6 +26,7 @@ from tokenbus.errors import TokenbusError
 _STOP, _LENGTH = int(records.Finish.STOP), int(records.Finish.LENGTH)
 
 
+_NO_IDS = np.array((), dtype=np.int32)
 IS_LITTLE = sys.byteorder == "little"
 
 
@@ -170,7 +171,7 @@ class Job:
         return records.Submit(
             rid=rid,
             prompt_ids=prepared.prompt_ids,
-            prefix_ids=_int32(self.ids),
+            prefix_ids=_int32(self.ids) if self.ids else _NO_IDS,
             stop_token_ids=np.array(prepared.stop_token_ids, dtype=np.int32),
             max_tokens=prepared.max_tokens,
             min_tokens=prepared.min_tokens,

@@ -99,8 +99,8 @@ def prompt_field(request: JobRequest) -> str:
 def _check_ids(field: str, ids: Sequence[int] | IntArray, vocab_size: int) -> None:
     if len(ids) == 0:
         return
-    array = np.asarray(ids, dtype=np.int64)
-    if array.min() >= 0 and array.max() < vocab_size:
+    array = np.asarray(ids, dtype=np.int32)
+    if np.maximum.reduce(array.view(np.uint32)) < vocab_size:  # a negative id is a huge one
         return
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
     path = f"{field}[{bad[0]}]"

@@ -86,7 +86,8 @@ class BenchReader:
         """One entry a job, in one pipeline."""
         pipe = self._client.pipeline(transaction=False)
         for i in jobs:
-            pipe.xadd(KEYS.jobs(), {"job": f"job-{i}", **fields})
+            entry: dict[Any, Any] = {"job": f"job-{i}", **fields}
+            pipe.xadd(KEYS.jobs(), entry)
             self._cursors[KEYS.out(f"job-{i}").encode()] = b"0"
         pipe.execute()
 
