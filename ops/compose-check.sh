@@ -14,6 +14,7 @@ project=tokenbuscheck$$
 files=(-f compose.yaml)
 for file in ${COMPOSE_CHECK_FILES:-}; do files+=(-f "$file"); done
 if docker compose version >/dev/null 2>&1; then compose=(docker compose); else compose=(docker-compose); fi
+version=$("${compose[@]}" version --short)
 compose+=(-p "$project" "${files[@]}")
 started=$SECONDS
 
@@ -78,14 +79,14 @@ has_tokens() { [ "$(redis XLEN "tokenbus:{default}:out:$1")" -ge 4 ]; }
 for more in "" compose.gpu.yaml; do
     "${compose[@]}" ${more:+-f "$more"} config -q
 done
-say "valid: ${compose[*]:0:2}, compose.yaml alone and with compose.gpu.yaml"
+say "compose $version: compose.yaml is valid, alone and with compose.gpu.yaml"
 
 TOKENBUS_REDIS_PORT=$(free_ports 1)
 zmq_port=$(free_ports 10)
 TOKENBUS_ZMQ_PORTS=$zmq_port-$((zmq_port + 9))
 export TOKENBUS_REDIS_PORT TOKENBUS_ZMQ_PORTS
 trap clean_up EXIT
-"${compose[@]}" build --quiet worker >/dev/null
+"${compose[@]}" build --quiet worker >/dev/null 2>&1 || "${compose[@]}" build worker # once more, to show why
 "${compose[@]}" up -d 2>/dev/null
 say "built and started"
 wait_for 300 "a healthy worker" are_healthy 1
