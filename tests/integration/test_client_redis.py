@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import tokenbus.redis_door
 from tests.redis_servers import RedisServer
 from tokenbus import AsyncClient, Timeouts
 from tokenbus.entries import entry_id, event_to_entry
@@ -211,6 +212,23 @@ async def test_status_reads_the_hash_or_finds_the_waiting_job(
     fields = {"state": "running", "attempt": "2", "worker": "w"}
     writer.redis.hset(writer.keys.job("j"), mapping=fields)
     assert await client.status("j") == JobStatus("j", "running", attempt=2, worker="w")
+
+
+async def test_status_finds_a_job_behind_many_or_says_that_it_cannot_tell(
+    writer: Writer, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = "for i = 1, ARGV[1] do redis.call('XADD', KEYS[1], '*', 'prompt', 'p') end"
+    key = writer.keys.jobs()
+    unnamed = writer.redis.xadd(key, {"prompt": "p"}).decode()  # type: ignore[union-attr]
+    await client.submit("p", job="j")
+    writer.redis.eval(fill, 1, key, "10100")
+    assert await client.status("j") == JobStatus("j", "queued")
+    with pytest.raises(UnknownJob):
+        await client.status("k")
+    monkeypatch.setattr(tokenbus.redis_door, "_SCAN_ENTRIES", 10_000)
+    with pytest.raises(BusUnavailable, match="newest 10,000"):
+        await client.status("j")
+    assert await client.status(unnamed) == JobStatus(unnamed, "queued")
 
 
 async def test_a_killed_redis_is_read_on_from_the_cursor(redis_server: RedisServer) -> None:

@@ -9,7 +9,9 @@ import { toUsage, type Done, type JobStatus, type Timeouts } from "./types.js";
 
 const BLOCK_MS = 1_000;
 const BLOCK_WITHOUT_WAKE_MS = 50; // where CLIENT UNBLOCK is not allowed
-const SCAN_ENTRIES = 10_000; // newest entries of each jobs stream that `status` looks through
+const SCAN_ENTRIES = 100_000; // newest entries of each jobs stream that `status` looks through
+const PAGE_ENTRIES = 200; // at a time: an entry may have megabytes
+const ENTRY_ID = /^\d{1,20}-\d{1,20}$/;
 
 interface Followed {
   cursor: string;
@@ -68,19 +70,17 @@ export class RedisDoor implements Door {
     await this.#commands.call(["XADD", `${this.#prefix}control`, "MAXLEN", "~", "1000", "*", "op", "cancel", "job", job]);
   }
 
+  /** Throws `unavailable` where the queue is too long to say whether the job is in it. */
   async status(job: string): Promise<JobStatus> {
-    const fields = toMap((await this.#commands.call(["HGETALL", `${this.#prefix}job:${job}`])) as string[]);
-    if (fields["state"] !== undefined) {
-      const { state, reason, code } = fields;
-      const status: JobStatus = { job, state, attempt: Number(fields["attempt"] ?? 0), seq: Number(fields["seq"] ?? 0) };
-      return { ...status, ...(reason ? { reason } : {}), ...(code ? { code } : {}) };
-    }
-    for (const name of ["jobs", "jobs:high", "jobs:low"]) {
-      const args = ["XREVRANGE", this.#prefix + name, "+", "-", "COUNT", String(SCAN_ENTRIES)];
-      const entries = (await this.#commands.call(args)) as [string, string[]][];
-      if (entries.some(([id, flat]) => id === job || toMap(flat)["job"] === job)) {
-        return { job, state: "queued", attempt: 0, seq: 0 };
-      }
+    const status = await this.#recorded(job);
+    if (status !== undefined) return status;
+    const isWaiting = await this.#isWaiting(job);
+    if (isWaiting === true) return { job, state: "queued", attempt: 0, seq: 0 };
+    const later = await this.#recorded(job); // perhaps it was taken meanwhile
+    if (later !== undefined) return later;
+    if (isWaiting === undefined) {
+      const message = `job ${job} is not among the newest ${SCAN_ENTRIES} of the queue; it may wait before them`;
+      throw new TokenbusError("unavailable", message);
     }
     throw new TokenbusError("not_found", `job ${job} is not known`, { field: "job" });
   }
@@ -92,6 +92,48 @@ export class RedisDoor implements Door {
     await this.#running;
     this.#failAll(new TokenbusError("unavailable", "the client was closed"));
     this.#commands.drop();
+  }
+
+  /** What workers wrote of the job, if one had it. */
+  async #recorded(job: string): Promise<JobStatus | undefined> {
+    const fields = toMap((await this.#commands.call(["HGETALL", `${this.#prefix}job:${job}`])) as string[]);
+    const { state, reason, code } = fields;
+    if (state === undefined) return undefined;
+    const status: JobStatus = { job, state, attempt: Number(fields["attempt"] ?? 0), seq: Number(fields["seq"] ?? 0) };
+    return { ...status, ...(reason ? { reason } : {}), ...(code ? { code } : {}) };
+  }
+
+  /** Whether the job is in a jobs stream; undefined if not all of one was looked through. */
+  async #isWaiting(job: string): Promise<boolean | undefined> {
+    const keys = ["jobs", "jobs:high", "jobs:low"].map((name) => this.#prefix + name);
+    if (ENTRY_ID.test(job)) {
+      for (const key of keys) if ((await this.#newest(key, job, job, 1)).length > 0) return true;
+    }
+    let isSure = true;
+    for (const key of keys) {
+      const isIn = await this.#isIn(key, job);
+      if (isIn === true) return true;
+      if (isIn === undefined) isSure = false;
+    }
+    return isSure ? false : undefined;
+  }
+
+  async #isIn(key: string, job: string): Promise<boolean | undefined> {
+    let newest = "+";
+    for (let seen = 0; seen < SCAN_ENTRIES; seen += PAGE_ENTRIES) {
+      const entries = await this.#newest(key, newest, "-", PAGE_ENTRIES);
+      if (entries.some(([, flat]) => toMap(flat)["job"] === job)) return true;
+      const last = entries.at(-1);
+      if (last === undefined || entries.length < PAGE_ENTRIES) return false;
+      newest = `(${last[0]}`;
+    }
+    return undefined;
+  }
+
+  /** Entries from `newest` back to `oldest`. */
+  async #newest(key: string, newest: string, oldest: string, count: number): Promise<[string, string[]][]> {
+    const args = ["XREVRANGE", key, newest, oldest, "COUNT", String(count)];
+    return (await this.#commands.call(args)) as [string, string[]][];
   }
 
   #outKey(job: string): string {

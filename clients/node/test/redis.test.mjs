@@ -150,6 +150,16 @@ redisTest("status reads the hash or finds the waiting job", async (client, queue
   assert.deepEqual(await client.status("j"), { job: "j", state: "running", attempt: 2, seq: 0 });
 });
 
+redisTest("status finds a job behind many others", async (client, queue) => {
+  const key = `tokenbus:{${queue}}:jobs`;
+  const unnamed = await server.redis.sendCommand(["XADD", key, "*", "prompt", "p"]);
+  await client.submit({ prompt: "p", job: "j" });
+  const fill = "for i = 1, ARGV[1] do redis.call('XADD', KEYS[1], '*', 'prompt', 'p') end";
+  await server.redis.sendCommand(["EVAL", fill, "1", key, "10100"]);
+  for (const job of ["j", unnamed]) assert.equal((await client.status(job)).state, "queued");
+  await assert.rejects(client.status("k"), { code: "not_found" });
+});
+
 test("a killed server is read on from the cursor", { skip }, async () => {
   const own = await Server.start();
   const client = new Client({ redis: own.url, queue: "q" });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,9 @@ from tokenbus.redis_reader import BLOCK_MS, RedisReader
 from tokenbus.request import JobRequest
 from tokenbus.stream import Job
 
-_SCAN_ENTRIES = 10_000  # newest entries of each jobs stream that `status` looks through
+_SCAN_ENTRIES = 100_000  # newest entries of each jobs stream that `status` looks through
+_PAGE_ENTRIES = 200  # at a time: an entry may have megabytes
+_ENTRY_ID = re.compile(r"\d{1,20}-\d{1,20}\Z")
 
 
 class RedisDoor:
@@ -67,15 +70,26 @@ class RedisDoor:
         )
 
     async def status(self, name: str) -> JobStatus:
-        """See `Door`. A waiting job is looked for among the newest entries."""
-        client = self._commands.client
-        found = await self._commands.call(lambda: client.hgetall(self._keys.job(name)))
-        fields = {bytes(k).decode(): bytes(v).decode("utf-8", "replace") for k, v in found.items()}
-        if "state" in fields:
-            return _status_from_hash(name, fields)
-        if await self._is_waiting(name):
+        """See `Door`. Raises BusUnavailable where the queue is too long to say whether the job is
+        in it.
+        """
+        status = await self._recorded(name)
+        if status is not None:
+            return status
+        is_waiting = await self._is_waiting(name)
+        if is_waiting:
             return JobStatus(name, "queued")
-        raise UnknownJob(f"job {name} is not known in queue {self._keys.queue}", field="job")
+        status = await self._recorded(name)  # perhaps it was taken meanwhile
+        if status is not None:
+            return status
+        queue = self._keys.queue
+        if is_waiting is None:
+            message = (
+                f"job {name} is not among the newest {_SCAN_ENTRIES:,} of queue {queue}; it may"
+                " wait before them"
+            )
+            raise BusUnavailable(message)
+        raise UnknownJob(f"job {name} is not known in queue {queue}", field="job")
 
     def forget(self, job: Job) -> None:
         """See `Door`."""
@@ -110,16 +124,39 @@ class RedisDoor:
         except TokenbusError:
             return
 
-    async def _is_waiting(self, name: str) -> bool:
-        """Whether the job is among the newest entries of the jobs streams."""
-        client, wanted = self._commands.client, name.encode()
-        for priority in PRIORITIES:
-            key = self._keys.jobs(priority)
-            newest = functools.partial(client.xrevrange, key, count=_SCAN_ENTRIES)
-            entries = await self._commands.call(newest)
-            if any(wanted in (entry_id, (f or {}).get(b"job")) for entry_id, f in entries):
+    async def _recorded(self, name: str) -> JobStatus | None:
+        """What workers wrote of the job, if one had it."""
+        client = self._commands.client
+        found = await self._commands.call(lambda: client.hgetall(self._keys.job(name)))
+        fields = {bytes(k).decode(): bytes(v).decode("utf-8", "replace") for k, v in found.items()}
+        return _status_from_hash(name, fields) if "state" in fields else None
+
+    async def _is_waiting(self, name: str) -> bool | None:
+        """Whether the job is in a jobs stream; None if not all of one was looked through."""
+        keys = [self._keys.jobs(priority) for priority in PRIORITIES]
+        if _ENTRY_ID.match(name):
+            for key in keys:
+                if await self._newest(key, name, name, 1):
+                    return True
+        results = [await self._is_in(key, name) for key in keys]
+        return True if True in results else None if None in results else False
+
+    async def _is_in(self, key: str, name: str) -> bool | None:
+        wanted, newest = name.encode(), "+"
+        for _ in range(_SCAN_ENTRIES // _PAGE_ENTRIES):
+            entries = await self._newest(key, newest, "-", _PAGE_ENTRIES)
+            if any((fields or {}).get(b"job") == wanted for _, fields in entries):
                 return True
-        return False
+            if len(entries) < _PAGE_ENTRIES:
+                return False
+            newest = "(" + entries[-1][0].decode()
+        return None
+
+    async def _newest(self, key: str, newest: str, oldest: str, count: int) -> list[Any]:
+        """Entries (id, fields) from `newest` back to `oldest`."""
+        read = functools.partial(self._commands.client.xrevrange, key, newest, oldest, count=count)
+        entries: list[Any] = await self._commands.call(read)
+        return entries
 
 
 def _status_from_hash(name: str, fields: Mapping[str, str]) -> JobStatus:
