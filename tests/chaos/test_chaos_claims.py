@@ -82,3 +82,32 @@ async def test_the_count_of_crashes_is_the_jobs_whichever_way_it_comes_back(bus:
     assert (more, dead["job"], dead["crashes"]) == ([], job, "3")
     bus.audit(job)
     bus.audit_queue()
+
+
+async def test_a_restarted_broker_that_finds_its_own_job_keeps_it(bus: Bus) -> None:
+    """Late in the lease: another worker, about to take the job over, must see the lease renewed."""
+    settings = {"lease_ms": 3_000, "renew_ms": 1_000}
+    first = await bus.worker("a", **settings)
+    job = bus.submit(max_tokens=10)
+    await until(lambda: job in first.ledger.runs)
+    first.ledger.step(job, 3)
+    await until(lambda: bus.text(job))
+    other = await bus.worker("b", **settings)
+    await first.kill()
+    stream = bus.keys.jobs()
+    await until(
+        lambda: (
+            bus.client.xpending_range(stream, "workers", "-", "+", 1)[0]["time_since_delivered"]
+            >= 2_300
+        )
+    )
+    again = await bus.worker("a", lease_ms=3_000, renew_ms=8_000)  # its claim must do by itself
+    await until(lambda: again.ledger.submits or other.ledger.submits)
+    await asyncio.sleep(1.7)  # past the end of the old lease, before that of the new one
+    assert other.ledger.submits == []
+    again.ledger.step(job, 7)
+    again.ledger.finish(job)
+    await until(lambda: bus.terminal(job))
+    assert bus.state(job)["crashes"] == "1"
+    bus.audit(job)
+    bus.audit_queue()

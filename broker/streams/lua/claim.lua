@@ -30,7 +30,11 @@ end
 local own = redis.call('XPENDING', stream, group, 'IDLE', ARGV[5], '-', '+', num_known + max,
   worker)
 for _, p in ipairs(own) do
-  if #taken < max then take(p[1], 0) end
+  if #taken < max and not known[p[1]] then
+    -- its lease begins now, or another worker takes it from us in the middle of our start
+    redis.call('XCLAIM', stream, group, worker, 0, p[1], 'JUSTID')
+    take(p[1], 0)
+  end
 end
 local cursor = '0-0'
 while ARGV[3] ~= '' and #taken < max and bytes < MAX_BYTES do
