@@ -324,6 +324,38 @@ async def test_cancel_waits_for_the_end_and_the_stream_sees_it(
     assert stream.done.reason == "cancelled"
 
 
+async def test_a_cancel_whose_answer_was_lost_is_sent_again(
+    worker: FakeWorker, client: AsyncClient
+) -> None:
+    reading = asyncio.create_task(collect(client))
+    await worker.expect(T.SUBMIT)
+    await worker.accept("j")
+    cancelling = asyncio.create_task(client.cancel("j"))
+    await worker.expect(T.CANCEL)
+    await worker.error(NoSession("who are you?"))
+    assert (await worker.expect(T.CANCEL)).body == {"job": "j"}
+    await worker.done("j", [], reason="cancelled")
+    await cancelling
+    assert await reading == ""
+
+
+async def test_a_job_left_without_a_connection_is_cancelled_on_the_next(
+    worker: FakeWorker, client: AsyncClient
+) -> None:
+    stream = client.generate("p", job="j")
+    reading = asyncio.create_task(anext(stream))
+    await worker.expect(T.SUBMIT)
+    await worker.accept("j")
+    await worker.tokens(("j", 1, [5], "a"))
+    await reading
+    worker.greets = False
+    await worker.error(NoSession("who are you?"))
+    await worker.expect(T.HELLO)
+    await stream.aclose()
+    await worker.welcome()
+    assert (await worker.expect(T.CANCEL)).body == {"job": "j"}
+
+
 async def test_cancel_and_status_of_an_unknown_job_raise(
     worker: FakeWorker, client: AsyncClient
 ) -> None:

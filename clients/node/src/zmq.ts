@@ -14,6 +14,8 @@ const GREETING_MS = 5_000;
 const RESUME_AGAIN_MS = 1_000;
 const MAX_RESUMES = 5; // without a new token in between
 
+const QUESTIONS = { cancel: MessageType.CANCEL, status: MessageType.STATS };
+
 interface Waiter {
   kind: "cancel" | "status";
   job: string;
@@ -25,6 +27,7 @@ export class ZmqDoor implements Door {
   readonly #client = `js-${randomUUID()}`;
   readonly #jobs = new Map<string, Followed[]>();
   readonly #waiters = new Set<Waiter>();
+  readonly #left = new Set<string>(); // to be cancelled, but there was no session
   #session: Session | undefined;
   #boot = "";
   #worker = "";
@@ -47,6 +50,7 @@ export class ZmqDoor implements Door {
   async open(stream: JobStream, fields: Fields): Promise<void> {
     await this.#connected();
     const followed = this.#follow(stream, fields);
+    this.#left.delete(stream.job);
     try {
       this.#submit(followed);
     } catch (error) {
@@ -64,7 +68,8 @@ export class ZmqDoor implements Door {
     const wasFollowed = this.#forget(stream);
     if (!wasFollowed || !cancel || stream.isOver) return;
     stream.fail(new TokenbusError("unavailable", "the stream was closed"));
-    this.#send(MessageType.CANCEL, { job: stream.job });
+    if (this.#session?.isLive) this.#send(MessageType.CANCEL, { job: stream.job });
+    else this.#left.add(stream.job);
   }
 
   /** Returns when the job has ended. */
@@ -137,6 +142,9 @@ export class ZmqDoor implements Door {
     this.#boot = String(body["boot"]);
     this.#worker = String(body["worker"]);
     for (const followed of [...this.#jobs.values()].flat()) this.#pickUp(followed, isSameWorker);
+    for (const job of this.#left) this.#send(MessageType.CANCEL, { job });
+    this.#left.clear();
+    for (const { kind, job } of this.#waiters) this.#send(QUESTIONS[kind], { job });
     this.#wakeAll();
   }
 
@@ -288,7 +296,7 @@ export class ZmqDoor implements Door {
       const late = new TokenbusError("unavailable", `${this.endpoint} did not answer in time`);
       const timer = setTimeout(() => this.#settle(waiter, () => reject(late)), this.timeouts.answerMs);
       timer.unref();
-      this.#send(kind === "cancel" ? MessageType.CANCEL : MessageType.STATS, { job });
+      this.#send(QUESTIONS[kind], { job });
     });
   }
 

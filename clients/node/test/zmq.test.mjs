@@ -204,6 +204,34 @@ test("cancel waits for the end and the stream sees it", () => withWorker(async (
   assert.equal(stream.done.reason, "cancelled");
 }));
 
+test("a cancel whose answer was lost is sent again", () => withWorker(async (worker, client) => {
+  const reading = read(client);
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  const cancelling = client.cancel("j");
+  await worker.expect(T.CANCEL);
+  await worker.send(T.ERROR, { code: "no_session", message: "who?", retry: true });
+  assert.equal((await worker.expect(T.CANCEL)).body.job, "j");
+  await worker.done("j", [], { reason: "cancelled" });
+  await cancelling;
+  assert.equal(await reading, "");
+}));
+
+test("a job left without a connection is cancelled on the next", () => withWorker(async (worker, client) => {
+  const iterator = client.generate({ prompt: "p", job: "j" })[Symbol.asyncIterator]();
+  const reading = iterator.next();
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  await worker.tokens(["j", 1, [5], "a"]);
+  await reading;
+  worker.greets = false;
+  await worker.send(T.ERROR, { code: "no_session", message: "who?", retry: true });
+  await worker.expect(T.HELLO);
+  await iterator.return();
+  await worker.welcome();
+  assert.equal((await worker.expect(T.CANCEL)).body.job, "j");
+}));
+
 test("status and cancel of an unknown job throw not_found", () => withWorker(async (worker, client) => {
   for (const [call, type] of [["status", T.STATS], ["cancel", T.CANCEL]]) {
     const asking = client[call]("j");

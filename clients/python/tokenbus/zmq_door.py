@@ -66,6 +66,7 @@ class ZmqDoor:
         self._worker = ""
         self._jobs: dict[str, list[ZmqJob]] = {}
         self._answers: dict[tuple[str, str], list[asyncio.Future[JobStatus]]] = {}
+        self._left: set[str] = set()  # to be cancelled, but there was no session
         self._live = asyncio.Event()
         self._fatal: TokenbusError | None = None
         self._task = self._loop.create_task(self._keep_connected())
@@ -76,6 +77,7 @@ class ZmqDoor:
         await self._connected()
         follower = ZmqJob(Job(request.job, request), self._send)
         follower.submit()
+        self._left.discard(request.job)
         self._jobs.setdefault(request.job, []).append(follower)
         return follower.job
 
@@ -106,8 +108,10 @@ class ZmqDoor:
     def abandon(self, job: Job) -> None:
         """See `Door`."""
         self.forget(job)
-        if job.request is not None and not job.is_over and self._session is not None:
+        if job.request is not None and not job.is_over:
             job.fail(BusUnavailable("the stream was closed"))
+            if self._session is None or not self._session.is_live:
+                self._left.add(job.name)
             self._send(MessageType.CANCEL, {"job": job.name}, [])
 
     async def close(self) -> None:
@@ -164,6 +168,11 @@ class ZmqDoor:
         self._boot, self._worker = welcome.boot, welcome.worker
         for follower in self._all_jobs():
             follower.pick_up(is_same_worker)
+        for name in self._left:
+            self._send(MessageType.CANCEL, {"job": name}, [])
+        self._left.clear()
+        for kind, name in self._answers:
+            self._send(MessageType[kind], {"job": name}, [])
         self._live.set()
 
     def _send(self, kind: MessageType, body: dict[str, object], blobs: list[bytes]) -> None:
