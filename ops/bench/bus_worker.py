@@ -82,7 +82,12 @@ class BusWorker:
         fake = FakeModel(
             vocab_size=VOCAB_SIZE, step_ms=step_ms, num_blocks=64 * max_num_seqs, max_model_len=4096
         )
-        config = EngineConfig(model_name="fake", fake=fake, max_num_seqs=max_num_seqs)
+        config = EngineConfig(
+            model_name="fake",
+            fake=fake,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(8_192, 4 * max_num_seqs),  # prompts get in beside all rows
+        )
         self._engine = self._spawn("engine", config.to_json(), "--link", self.link_path)
         self.wait_for("ready")
 
