@@ -41,7 +41,11 @@ PREFIX = "TOKENBUS_"
 _OTHER_VARIABLES = {"TOKENBUS_CACHE", "TOKENBUS_CONFIG", "TOKENBUS_TORCH_INDEX"}
 FAKE_MODEL = "fake"
 
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
+_REDIS_SCHEMES = (  # broker/streams/address.py
+    *("redis", "redis+sentinel", "redis+cluster"),
+    *("rediss", "rediss+sentinel", "rediss+cluster"),
+    "unix",
+)
 _ZMQ_SCHEMES = ("tcp", "ipc")
 
 
@@ -109,7 +113,10 @@ class Settings(BaseSettings):
     def _check_redis(cls, value: SecretStr) -> SecretStr:
         text = value.get_secret_value()
         if text not in ("embedded", "none") and urlsplit(text).scheme not in _REDIS_SCHEMES:
-            raise ValueError("use redis://host:6379/0, rediss://..., unix://..., embedded or none")
+            raise ValueError(
+                "use redis://host:6379/0, rediss://..., unix://..., redis+sentinel://..., "
+                "redis+cluster://..., embedded or none"
+            )
         return value
 
     @field_validator("zmq")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from broker.config import BrokerConfig, QueueConfig, RedisConfig, ZmqConfig
+from broker.streams.address import parse_redis_url
 from engine.config import EngineConfig, FakeModel
 from ops.exit_codes import CommandError, ExitCode
 from ops.models import ResolvedModel
@@ -90,6 +91,14 @@ def test_a_bad_redis_url_is_not_repeated_in_the_message() -> None:
         load({"redis": "http://user:hunter2@host"})
     assert "hunter2" not in caught.value.message
     assert "flag --redis" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "url", ["rediss://h", "unix:///r.sock", "redis+sentinel://a,b/main", "rediss+cluster://a:7000"]
+)
+def test_every_form_of_redis_url_that_the_broker_knows_can_be_set(url: str) -> None:
+    assert load({"redis": url}).redis_mode == "url"
+    assert parse_redis_url(url)
 
 
 def test_the_redis_url_does_not_show_in_the_repr() -> None:
