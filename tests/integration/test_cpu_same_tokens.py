@@ -22,7 +22,8 @@ from tests.cpu_kit import SMOLLM2, generate, with_limits
 CASES = json.loads(
     Path(__file__).with_name("data").joinpath("smollm2_greedy.json").read_text(encoding="utf-8")
 )
-PROMPTS = [case["prompt"] for case in CASES if 10 <= len(case["prompt"]) <= 150][:8]
+LENGTHS = {1, 17, 33, 63, 64, 65, 129, 200}
+PROMPTS = [case["prompt"] for case in CASES if len(case["prompt"]) in LENGTHS]
 SAMPLING = [
     Sampling(seed=100 + i, temperature=0.8 * (i % 2), top_p=0.95) for i in range(len(PROMPTS))
 ]
@@ -74,17 +75,26 @@ def test_runs_continued_alone_give_the_rest(runner: Runner, undisturbed: list[li
         assert again == [undisturbed[i]]
 
 
-def test_preempted_and_cached_runs_give_the_same_tokens(
-    runner: Runner, undisturbed: list[list[int]]
-) -> None:
-    """The second round finds prompts, and what its own runs lose, in the prefix cache."""
+def test_preempted_runs_give_the_same_tokens(runner: Runner, undisturbed: list[list[int]]) -> None:
     longest = max(map(len, PROMPTS)) + NEW_TOKENS
     tight = with_limits(runner, num_blocks=2 * -(-longest // runner.info.block_size))
     scheduler = Scheduler(tight.info)
+    assert generate(tight, PROMPTS, NEW_TOKENS, SAMPLING, scheduler) == undisturbed
+    assert scheduler.preemptions > 0
+
+
+def test_cached_prompts_and_outputs_give_the_same_tokens(
+    runner: Runner, undisturbed: list[list[int]]
+) -> None:
+    """A prompt that goes on where another run's output begins must not take that run's KV."""
+    scheduler = Scheduler(runner.info)
+    prompt, tokens, sampling = PROMPTS[-1], undisturbed[-1], SAMPLING[-1:]
+    grown = prompt + tokens[:-1]
+    expected = generate(runner, [grown], 8, sampling)
     cached: list[int] = []
     for _ in range(2):
-        again = generate(tight, PROMPTS, NEW_TOKENS, SAMPLING, scheduler, cached)
-        assert again == undisturbed
-    assert scheduler.preemptions > 0
-    assert any(cached)
-    assert all(count % runner.info.chunk_align_tokens == 0 for count in cached)
+        assert generate(runner, [prompt], NEW_TOKENS, sampling, scheduler, cached) == [tokens]
+    assert generate(runner, [grown], 8, sampling, scheduler, cached) == expected
+    align = runner.info.chunk_align_tokens
+    assert cached == [0, *[len(prompt) // align * align] * 2]
+    assert cached[1] > 0
