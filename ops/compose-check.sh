@@ -114,7 +114,13 @@ say "ZeroMQ from the host, port $port: the same text"
 
 "${compose[@]}" up -d --no-recreate --scale worker=2 2>/dev/null
 wait_for 120 "two healthy workers" are_healthy 2
-say "scaled to two workers: $(workers | xargs -n 1 docker port | sed -n 's/5555.*-> //p' | xargs)"
+scraped=$(docker exec "$first" python3 -c 'if True:
+    import socket, urllib.request
+    found = {info[4][0] for info in socket.getaddrinfo("worker", 9464, socket.AF_INET)}
+    pages = [urllib.request.urlopen(f"http://{address}:9464/metrics").read() for address in found]
+    print(sum(b"tokenbus_ready 1" in page for page in pages))')
+[ "$scraped" = 2 ] || fail "Prometheus would find $scraped workers under the name worker"
+say "scaled to two workers, both with metrics: $(workers | xargs -n 1 docker port | sed -n 's/5555.*-> //p' | xargs)"
 
 job=$(submit 150)
 wait_for 60 "tokens" has_tokens "$job"

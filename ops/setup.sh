@@ -69,8 +69,9 @@ main() {
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         phase "Making .venv with $("$python" -V)" "$python" -m venv "$venv"
     fi
-    # torch alone first: it is most of the download, and may come from an index of its own.
-    phase "Installing torch" install ${TOKENBUS_TORCH_INDEX:+--index-url "$TOKENBUS_TORCH_INDEX"} torch
+    # torch alone first: it is most of the download, and may come from an index of its own. That one need not
+    # have what torch requires, and its builds (2.13.0+cpu) count as newer than those of the default index.
+    phase "Installing torch" install ${TOKENBUS_TORCH_INDEX:+--extra-index-url "$TOKENBUS_TORCH_INDEX"} torch
     phase "Installing the client package" install -e clients/python
     phase "Installing the worker and its test tools" install -e '.[test]'
     fingerprint >"$stamp"
