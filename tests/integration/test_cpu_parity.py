@@ -64,7 +64,7 @@ def test_a_prefix_hit_gives_the_reference_tokens(runner: Runner) -> None:
     first = generate(runner, [prompt], NEW_TOKENS, scheduler=scheduler, cached=cached)
     again = generate(runner, [prompt], NEW_TOKENS, scheduler=scheduler, cached=cached)
     assert cached[0] == 0
-    assert cached[1] >= len(prompt) - runner.info.block_size
+    assert cached[1] >= len(prompt) - runner.info.chunk_align_tokens
     assert first == again == [expected]
 
 
