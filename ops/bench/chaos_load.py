@@ -109,6 +109,7 @@ class JobLog:
     begun_s: float = field(default_factory=time.monotonic)
     seen: list[Seen] = field(default_factory=list)
     batches: list[tuple[float, int]] = field(default_factory=list)  # when, tokens so far
+    seed: int = 0  # in use
     num_given_back: int = 0  # by a worker that left; asked again of another
     is_over: bool = False
     error: str = ""
@@ -184,6 +185,7 @@ class Load:
             options["durable"] = True
         if log.batches:
             options["have"] = [i for event in log.seen for i in event.ids]
+            options.setdefault("seed", log.seed)
         try:
             await self._follow(self._clients[log.door].generate(**options), log)
             log.is_over = True
@@ -210,6 +212,8 @@ class Load:
                     Seen(log.job, name, tokens.attempt, tokens.seq, tokens.ids, tokens.text)
                 )
             log.batches.append((now_s, num_tokens))
+            if stream.started is not None:
+                log.seed = stream.started.seed
             if log.door == "redis" and stream.started is not None:
                 log.worker = stream.started.worker
             elif log.door.startswith("zmq"):

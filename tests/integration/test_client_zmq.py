@@ -212,6 +212,23 @@ async def test_a_new_connection_to_the_same_worker_resumes(
     assert await reading == "ab"
 
 
+async def test_a_worker_too_busy_to_resume_a_job_is_asked_again(
+    worker: FakeWorker, client: AsyncClient
+) -> None:
+    """A durable job after a restart of its broker, which has not found its Redis yet."""
+    reading = asyncio.create_task(collect(client, durable=True))
+    await worker.expect(T.SUBMIT)
+    await worker.accept("j")
+    await worker.tokens(("j", 1, [5], "a"))
+    await worker.error(NoSession("who are you?"))
+    await worker.expect(T.RESUME)
+    await worker.error(Busy("Redis cannot be reached now", retry_ms=1_000), job="j")
+    assert (await worker.expect(T.RESUME)).body == {"job": "j", "after": 1}
+    await worker.tokens(("j", 2, [6], "b"))
+    await worker.done("j", [5, 6])
+    assert await reading == "ab"
+
+
 async def test_a_submit_that_was_never_answered_is_sent_again(
     worker: FakeWorker, client: AsyncClient
 ) -> None:

@@ -28,7 +28,7 @@ from tokenbus.bodies import (
 )
 from tokenbus.dealer import CurveKeys
 from tokenbus.door import Timeouts
-from tokenbus.errors import BusUnavailable, Gone, TokenbusError, UnknownJob, VersionMismatch
+from tokenbus.errors import BusUnavailable, Busy, Gone, TokenbusError, UnknownJob, VersionMismatch
 from tokenbus.events import JobStatus
 from tokenbus.protocol import Message, MessageType
 from tokenbus.request import JobRequest
@@ -225,7 +225,9 @@ class ZmqDoor:
             code = failed.error.code
             self._answer(JobStatus(failed.job, "failed", failed.attempt, failed.seq, code=code))
         for follower in self._jobs.get(failed.job, ()):
-            if follower.is_resuming or not isinstance(failed.error, Gone):
+            if follower.is_resuming and isinstance(failed.error, Busy):
+                follower.on_busy()
+            elif follower.is_resuming or not isinstance(failed.error, Gone):
                 follower.job.fail(failed.error)
         self._sweep(failed.job)
 

@@ -5,7 +5,8 @@ new --submit--> submitted --ACCEPTED--> running --DONE, ERROR--> over
                     +--- new worker ------+
 
 A job that waits in the queue, or whose prompt is being read, has nothing to send: silence after a
-RESUME is no fault. Only where a hole is known is RESUME repeated, and at last given up.
+RESUME is no fault. RESUME is repeated where a hole is known, and at last given up, and where the
+worker said that it is busy.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class ZmqJob:
         self._seed: int | None = None  # the one in use, told by ACCEPTED
         self._has_hole = False  # something came that does not follow the last token
         self._is_resuming = False
+        self._is_refused = False  # the worker could not answer RESUME now
         self._num_resumes = 0  # since the hole is known
         self._resumed_s = 0.0
 
@@ -68,7 +70,7 @@ class ZmqJob:
             self.job.fail(ProtocolError(message, field="seq"))
             return
         self._num_resumes += self._has_hole
-        self._is_resuming = True
+        self._is_resuming, self._is_refused = True, False
         self._resumed_s = now_s
         body = Resume(self.job.name, self.job.assembler.last).to_body()
         self._send(MessageType.RESUME, body, [])
@@ -98,6 +100,11 @@ class ZmqJob:
             error = EngineLost("the worker was restarted and cannot continue the job")
         self.job.fail(error)
 
+    def on_busy(self) -> None:
+        """RESUME came too early, such as before the worker had its Redis: ask again later."""
+        self._is_refused = True
+        self._num_resumes = 0
+
     def on_tokens(self, event: Tokens) -> None:
         """Hand out new tokens; ask for missing ones."""
         verdict = self.job.on_tokens(event)
@@ -113,7 +120,7 @@ class ZmqJob:
 
     def on_tick(self) -> None:
         """Ask again for the tokens that a RESUME did not bring."""
-        if self._has_hole:
+        if self._has_hole or self._is_refused:
             self.resume()
 
     def _on_hole(self) -> None:
@@ -121,7 +128,7 @@ class ZmqJob:
         self.resume()
 
     def _forget_hole(self) -> None:
-        self._has_hole = self._is_resuming = False
+        self._has_hole = self._is_resuming = self._is_refused = False
         self._num_resumes = 0
 
     def _continued(self, request: JobRequest) -> JobRequest:
