@@ -93,3 +93,17 @@ async def test_a_hole_found_after_a_reconnect_is_asked_for_until_it_is_filled() 
         line.follower.on_tick()
     assert len(line.resumes) == num_before == MAX_RESUMES + 1
     assert not line.follower.job.is_over
+
+
+async def test_a_refused_resume_is_repeated_as_long_as_the_worker_answers() -> None:
+    line = Line()
+    line.tokens(3)
+    for _ in range(MANY):
+        line.follower.on_busy()
+        line.follower.on_tick()
+    assert len(line.resumes) == MANY + 1
+    assert not line.follower.job.is_over
+    line.tokens(1)
+    for _ in range(MANY):
+        line.follower.on_tick()
+    assert len(line.resumes) == MANY + 1

@@ -17,6 +17,7 @@ export interface Followed {
   isAccepted: boolean;
   isResuming: boolean; // RESUME was sent and nothing new came since
   hasHole: boolean; // something came that does not follow the last token
+  isRefused: boolean; // the worker could not answer RESUME now
   resumes: number; // since the hole is known
   resumedMs: number;
 }
@@ -24,13 +25,20 @@ export interface Followed {
 export function newFollowed(stream: JobStream, fields: Fields | undefined): Followed {
   const openedMs = performance.now();
   return {
-    stream, fields, openedMs, seed: undefined, isAccepted: false, isResuming: false, hasHole: false, resumes: 0, resumedMs: 0,
+    stream, fields, openedMs, seed: undefined, isAccepted: false, isResuming: false, hasHole: false, isRefused: false,
+    resumes: 0, resumedMs: 0,
   };
 }
 
 /** The tokens go on after the last one, or nothing is known of them any more. */
 export function forgetHole(followed: Followed): void {
-  followed.isResuming = followed.hasHole = false;
+  followed.isResuming = followed.hasHole = followed.isRefused = false;
+  followed.resumes = 0;
+}
+
+/** RESUME came at a bad time, such as before the worker had found its Redis: ask again as long as it answers. */
+export function onBusy(followed: Followed): void {
+  followed.isRefused = true;
   followed.resumes = 0;
 }
 

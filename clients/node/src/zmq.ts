@@ -7,7 +7,7 @@ import { MessageType, type Message } from "./protocol.js";
 import { Session, type CurveKeys } from "./session.js";
 import type { JobStream } from "./stream.js";
 import { toUsage, type Done, type JobStatus, type Timeouts } from "./types.js";
-import { forgetHole, newFollowed, submitMessage, toStatus, toToken, type Followed } from "./zmq-job.js";
+import { forgetHole, newFollowed, onBusy, submitMessage, toStatus, toToken, type Followed } from "./zmq-job.js";
 import type { Body } from "./msgpack.js";
 
 const GREETING_MS = 5_000;
@@ -177,7 +177,7 @@ export class ZmqDoor implements Door {
     this.#send(MessageType.SUBMIT, ...submitMessage(followed));
   }
 
-  /** A job that waits has nothing to send: only where a hole is known is RESUME repeated, and at last given up. */
+  /** A job that waits has nothing to send: RESUME is repeated where a hole is known (and at last given up) or refused. */
   #resume(followed: Followed): void {
     const now = performance.now();
     if (followed.isResuming && now - followed.resumedMs < RESUME_AGAIN_MS) return;
@@ -188,6 +188,7 @@ export class ZmqDoor implements Door {
     }
     if (followed.hasHole) followed.resumes += 1;
     followed.isResuming = true;
+    followed.isRefused = false;
     followed.resumedMs = now;
     this.#send(MessageType.RESUME, { job: stream.job, after: stream.assembler.last });
   }
@@ -213,7 +214,7 @@ export class ZmqDoor implements Door {
 
   #tick(): void {
     for (const followed of [...this.#jobs.values()].flat()) {
-      if (followed.hasHole) this.#resume(followed);
+      if (followed.hasHole || followed.isRefused) this.#resume(followed);
       if (followed.stream.isOver) this.#forget(followed.stream);
     }
   }
@@ -285,7 +286,10 @@ export class ZmqDoor implements Door {
     } else {
       this.#answer("cancel", { ...toStatus(body), state: "failed" });
     }
-    for (const { stream, isResuming } of row) if (error.code !== "gone" || isResuming) stream.fail(error);
+    for (const followed of row) {
+      if (followed.isResuming && error.code === "busy") onBusy(followed);
+      else if (followed.isResuming || error.code !== "gone") followed.stream.fail(error);
+    }
   }
 
   async #ask(kind: Waiter["kind"], job: string): Promise<JobStatus> {

@@ -136,6 +136,20 @@ function mockSeconds(t) {
   };
 }
 
+test("a worker too busy to resume a job is asked again", () => withWorker(async (worker, client) => {
+  const reading = read(client, { durable: true });
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  await worker.tokens(["j", 1, [5], "a"]);
+  await worker.send(T.ERROR, { code: "no_session", message: "who?", retry: true });
+  await worker.expect(T.RESUME);
+  await worker.send(T.ERROR, { job: "j", code: "busy", message: "Redis cannot be reached", retry: true, retry_ms: 1_000 });
+  assert.deepEqual({ ...(await worker.expect(T.RESUME)).body }, { job: "j", after: 1 });
+  await worker.tokens(["j", 2, [6], "b"]);
+  await worker.done("j", [5, 6]);
+  assert.equal(await reading, "ab");
+}));
+
 test("a job that waits is resumed once and waited for", (t) => {
   const pass = mockSeconds(t);
   return withWorker(async (worker, client) => {
