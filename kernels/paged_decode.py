@@ -11,153 +11,19 @@ same in every batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.decode_fold import fold_tiles
+from kernels.decode_partials import DecodeWorkspace, reduce_kernel
 from kernels.decode_plan import GROUP_TILES, DecodePlan
 from kernels.pdl import pdl_options, prefetch_l2
 from kernels.tiles import DecodeTile, decode_tile
 
 LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeWorkspace:
-    """Partial results of rows with several items; shared by all layers, never read before it is
-    written.
-
-    acc float32 [max_slots, HQ, D]; max_sum float32 [max_slots, HQ, 2]: running maximum (base 2)
-    and sum.
-    """
-
-    acc: torch.Tensor
-    max_sum: torch.Tensor
-
-
-def new_decode_workspace(
-    plan: DecodePlan, num_q_heads: int, num_kv_heads: int, head_dim: int
-) -> DecodeWorkspace:
-    """Allocate the workspace that goes with a plan. Raises ValueError for uneven GQA groups."""
-    if num_q_heads % num_kv_heads:
-        raise ValueError(f"{num_q_heads} query heads do not share {num_kv_heads} kv heads evenly")
-    device = plan.items.device
-    return DecodeWorkspace(
-        acc=torch.zeros(plan.max_slots, num_q_heads, head_dim, device=device),
-        max_sum=torch.zeros(plan.max_slots, num_q_heads, 2, device=device),
-    )
-
-
-@triton.jit
-def _fold(m, l, acc, m_next, l_next, acc_next):
-    """Join two partial softmax results in base 2; exact where one of them is empty (m = -inf, l =
-    0, acc = 0)."""
-    m_new = tl.maximum(m, m_next)
-    reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-    a = tl.exp2(m - reference)
-    b = tl.exp2(m_next - reference)
-    l_new = tl.fma(l, a, l_next * b)
-    a_wide = tl.broadcast_to(a[:, None], acc.shape)
-    acc_new = tl.fma(acc, a_wide, acc_next * b[:, None])
-    return m_new, l_new, acc_new
-
-
-@triton.jit
-def _tile(
-    q,
-    k_ptr,
-    v_ptr,
-    table_at,
-    kv_offset,
-    tile,
-    begin,
-    seq_len,
-    scale_log2,
-    stride_block,
-    stride_token,
-    dims,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DOT_PRECISION: tl.constexpr,
-):
-    """Softmax of q over the keys of one tile: maximum, sum and weighted values."""
-    positions = tile * TILE + tl.arange(0, TILE)
-    is_live = (positions < seq_len) & (positions >= begin)
-    block_ids = tl.load(table_at + positions // BLOCK_SIZE, mask=is_live, other=0).to(tl.int64)
-    offsets = block_ids * stride_block + (positions % BLOCK_SIZE) * stride_token + kv_offset
-    kv_mask = is_live[:, None] & (dims < D)[None, :]
-    k = tl.load(k_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
-    v = tl.load(v_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
-    s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
-    s = tl.where(is_live[None, :], s, float("-inf"))
-    m = tl.max(s, axis=1)
-    p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
-    l = tl.sum(p, axis=1)
-    acc = tl.dot(p.to(v.dtype), v, input_precision=DOT_PRECISION)
-    return m, l, acc
-
-
-@triton.jit
-def _fold_tiles(
-    q,
-    k_ptr,
-    v_ptr,
-    table_at,
-    kv_offset,
-    tile_begin,
-    tile_end,
-    begin,
-    seq_len,
-    scale_log2,
-    stride_block,
-    stride_token,
-    dims,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT_PRECISION: tl.constexpr,
-):
-    """The part of the nested fold that covers tiles tile_begin .. tile_end - 1."""
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m_group, l_group, acc_group = m, l, acc
-    for tile in tl.range(tile_begin, tile_end, num_stages=STAGES):
-        m_tile, l_tile, acc_tile = _tile(
-            q,
-            k_ptr,
-            v_ptr,
-            table_at,
-            kv_offset,
-            tile,
-            begin,
-            seq_len,
-            scale_log2,
-            stride_block,
-            stride_token,
-            dims,
-            BLOCK_SIZE,
-            TILE,
-            D,
-            BLOCK_D,
-            DOT_PRECISION,
-        )
-        m_group, l_group, acc_group = _fold(m_group, l_group, acc_group, m_tile, l_tile, acc_tile)
-        if ((tile + 1) % GROUP == 0) | (tile + 1 == tile_end):
-            m, l, acc = _fold(m, l, acc, m_group, l_group, acc_group)
-            m_group = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l_group = tl.zeros([BLOCK_M], tl.float32)
-            acc_group = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    return m, l, acc
 
 
 @triton.jit
@@ -240,7 +106,7 @@ def _paged_decode_kernel(
         next_begin = tl.load(next_at + 1, mask=is_more, other=0)
         next_end = tl.load(next_at + 2, mask=is_more, other=0)
         next_slot = tl.load(next_at + 3, mask=is_more, other=0)
-        m, l, acc = _fold_tiles(
+        m, l, acc = fold_tiles(
             q,
             k_ptr,
             v_ptr,
@@ -276,69 +142,6 @@ def _paged_decode_kernel(
         entry, slot = next_entry, next_slot
         span = (next_begin.to(tl.int64) << 32) | next_end.to(tl.int64)
         seq_len, row = next_seq_len, next_row
-
-
-@triton.jit
-def _reduce_kernel(
-    out_ptr,
-    entries_ptr,
-    acc_ptr,
-    max_sum_ptr,
-    out_stride,
-    NUM_Q: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNROLL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Fold the partial results of one head of one row as `_fold_tiles` would have folded its
-    tiles."""
-    entry = tl.program_id(0)
-    head = tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-    # As old as the work list: read before the wait (see paged_decode).
-    entry_at = entries_ptr + entry * 4
-    first_slot = tl.load(entry_at, cache_modifier=".cg").to(tl.int64)
-    count = tl.load(entry_at + 1, cache_modifier=".cg")
-    first_tile = tl.load(entry_at + 2, cache_modifier=".cg")
-    per_item = tl.load(entry_at + 3, cache_modifier=".cg")
-    if PDL:
-        gdc_wait()
-    if count > 1:
-        dims = tl.arange(0, BLOCK_D)
-        dim_mask = (dims < D)[None, :]
-        per_group = tl.maximum(GROUP // per_item, 1)
-        lead = (first_tile // per_item) % per_group
-        m = tl.full([1], float("-inf"), tl.float32)
-        l = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, BLOCK_D], tl.float32)
-        for group_begin in range(-lead, count, per_group):
-            m_group = tl.full([1], float("-inf"), tl.float32)
-            l_group = tl.zeros([1], tl.float32)
-            acc_group = tl.zeros([1, BLOCK_D], tl.float32)
-            # Unrolled, so that the loads are in flight together. A missing item counts as empty,
-            # which the fold leaves out exactly.
-            for first in range(0, per_group, UNROLL):
-                for offset in tl.static_range(UNROLL):
-                    item = group_begin + first + offset
-                    is_there = (first + offset < per_group) & (item >= 0) & (item < count)
-                    at = ((first_slot + item) * NUM_Q + head) + tl.zeros([1], tl.int64)
-                    m_item = tl.load(max_sum_ptr + at * 2, mask=is_there, other=float("-inf"))
-                    l_item = tl.load(max_sum_ptr + at * 2 + 1, mask=is_there, other=0.0)
-                    acc_item = tl.load(
-                        acc_ptr + at[:, None] * D + dims[None, :],
-                        mask=dim_mask & is_there,
-                        other=0.0,
-                    )
-                    m_group, l_group, acc_group = _fold(
-                        m_group, l_group, acc_group, m_item, l_item, acc_item
-                    )
-            m, l, acc = _fold(m, l, acc, m_group, l_group, acc_group)
-        out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
-        out_at = out_ptr + entry.to(tl.int64) * out_stride + head * D + dims
-        tl.store(out_at[None, :], out, mask=dim_mask)
 
 
 def paged_decode(
@@ -422,7 +225,7 @@ def paged_decode(
         maxnreg=tile.max_registers or None,
         **options,
     )
-    _reduce_kernel[(len(rows), num_q_heads)](
+    reduce_kernel[(len(rows), num_q_heads)](
         out,
         plan.entries,
         workspace.acc,

@@ -20,47 +20,10 @@ from kernels import rng
 from kernels.pdl import pdl_options
 from kernels.sampler_filter import FilterWorkspace, find_thresholds, new_filter_workspace
 from kernels.sampler_filter_math import MIN_TEMPERATURE, order_key, scaled_logits
-
-MAX_STOP_IDS = 8
-"""Stop ids per row that min_tokens can hold back."""
+from kernels.sampler_finish import finish_row
+from kernels.sampling_tables import SamplingTables
 
 _GUMBEL_MAX = tl.constexpr(rng.GUMBEL_MAX)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingTables:
-    """Sampling parameters on the device, indexed by stable row.
-
-    temperature float32 [rows], below 1e-5: greedy. top_k int32 [rows], 0: off. top_p float32
-    [rows], 1: off. min_p float32 [rows], 0: off. seed int64 [rows]. min_position int32 [rows]:
-    stop ids are not sampled at positions below it. stop_ids int32 [rows, MAX_STOP_IDS], padded
-    with -1.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seed: torch.Tensor
-    min_position: torch.Tensor
-    stop_ids: torch.Tensor
-
-
-def new_sampling_tables(num_rows: int, device: torch.device) -> SamplingTables:
-    """Allocate tables in which every row is greedy and unfiltered."""
-
-    def filled(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
-
-    return SamplingTables(
-        temperature=filled(0.0, torch.float32),
-        top_k=filled(0, torch.int32),
-        top_p=filled(1.0, torch.float32),
-        min_p=filled(0.0, torch.float32),
-        seed=filled(0, torch.int64),
-        min_position=filled(0, torch.int32),
-        stop_ids=filled(-1, torch.int32, MAX_STOP_IDS),
-    )
 
 
 _TILE = 1024
@@ -86,52 +49,6 @@ def new_sampler_workspace(max_rows: int, vocab_size: int, device: torch.device) 
         arrivals=torch.zeros(max_rows, dtype=torch.int32, device=device),
         filters=new_filter_workspace(max_rows, vocab_size, device),
     )
-
-
-@triton.jit
-def _finish(
-    entry,
-    row,
-    position,
-    partial_at,
-    out_token_ptr,
-    out_bad_ptr,
-    out_logprob_ptr,
-    logits_at,
-    token_table_ptr,
-    table_stride,
-    SPLITS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    HAS_LOGPROB: tl.constexpr,
-):
-    """Join the partial results of one row and write its token everywhere."""
-    splits = tl.arange(0, BLOCK_SPLITS)
-    mask = splits < SPLITS
-    NEGATIVE: tl.constexpr = float("-inf")
-    # Written by other programs during this launch: read past the L1 cache.
-    scores = tl.load(partial_at + splits, mask=mask, other=NEGATIVE, cache_modifier=".cg")
-    id_bits = tl.load(partial_at + SPLITS + splits, mask=mask, other=0.0, cache_modifier=".cg")
-    maxima = tl.load(
-        partial_at + 2 * SPLITS + splits, mask=mask, other=NEGATIVE, cache_modifier=".cg"
-    )
-    sums = tl.load(partial_at + 3 * SPLITS + splits, mask=mask, other=0.0, cache_modifier=".cg")
-    ids = id_bits.to(tl.int32, bitcast=True)
-    best = tl.max(scores, axis=0)
-    token = tl.min(tl.where(mask & (scores == best), ids, 2147483647), axis=0)
-    top = tl.max(maxima, axis=0)
-    # A split with a NaN or +inf leaves a NaN sum.
-    is_clean = tl.sum(tl.where(sums == sums, 0, 1), axis=0) == 0
-    is_bad = (best == NEGATIVE) | (is_clean == 0)
-    token = tl.where(is_bad, 0, token)
-    tl.store(out_token_ptr + entry, token)
-    tl.store(out_bad_ptr + entry, is_bad.to(tl.int8))
-    tl.store(token_table_ptr + row.to(tl.int64) * table_stride + position, token)
-    if HAS_LOGPROB:
-        reference = tl.where(is_bad, 0.0, top)
-        total = tl.sum(tl.where(mask, sums * tl.exp(maxima - reference), 0.0), axis=0)
-        chosen = tl.load(logits_at + token).to(tl.float32)
-        logprob = chosen - reference - tl.log(tl.where(is_bad, 1.0, total))
-        tl.store(out_logprob_ptr + entry, tl.where(is_bad, float("nan"), logprob))
 
 
 @triton.jit
@@ -224,7 +141,7 @@ def _select_kernel(
     arrived = tl.atomic_add(arrivals_ptr + entry, 1, sem="acq_rel") + 1
     if arrived == SPLITS:
         tl.store(arrivals_ptr + entry, 0)
-        _finish(
+        finish_row(
             entry,
             row,
             position,

@@ -214,17 +214,9 @@ def small_linear(
         num_rows //= 2
     if num_tokens == 1 and tile is None:
         gemv(
-            out,
-            x,
-            weight,
-            bias=bias,
-            norm_weight=norm_weight,
-            eps=eps,
-            silu=silu,
-            glu=glu,
-            residual=residual,
-            pdl=pdl,
-        )
+            out, x, weight, bias=bias, norm_weight=norm_weight, eps=eps,
+            silu=silu, glu=glu, residual=residual, pdl=pdl,
+        )  # fmt: skip
         return
     if norm_weight is not None and norm_scratch is not None:
         rms_norm(norm_scratch, x, norm_weight, eps, pdl=pdl)

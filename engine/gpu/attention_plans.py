@@ -8,8 +8,8 @@ import torch
 
 from engine.gpu.memory import StepLimits
 from engine.model.spec import ModelSpec
+from kernels.decode_partials import DecodeWorkspace, new_decode_workspace
 from kernels.decode_plan import DecodePlan, new_decode_plan
-from kernels.paged_decode import DecodeWorkspace, new_decode_workspace
 from kernels.tiles import decode_tile
 
 MAX_SLOTS = 2048

@@ -18,10 +18,11 @@ from engine.gpu.linear import Linears
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
 from kernels.activation import silu_mul
+from kernels.decode_partials import DecodeWorkspace
 from kernels.decode_plan import DecodePlan
 from kernels.embedding import embed
 from kernels.norm import rms_norm
-from kernels.paged_decode import DecodeWorkspace, paged_decode
+from kernels.paged_decode import paged_decode
 from kernels.prefill import prefill_attention
 from kernels.rope import rope_kv_write, rope_tables
 from kernels.table_updates import gather_rows

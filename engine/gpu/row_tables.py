@@ -13,7 +13,7 @@ import torch
 
 from engine.gpu.memory import StepLimits
 from engine.plan import NewRow
-from kernels.sampler import SamplingTables, new_sampling_tables
+from kernels.sampling_tables import SamplingTables, new_sampling_tables
 
 
 class RowTables:

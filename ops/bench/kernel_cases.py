@@ -11,13 +11,15 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kernels.activation import silu_mul
+from kernels.decode_partials import DecodeWorkspace, new_decode_workspace
 from kernels.decode_plan import DecodePlan, new_decode_plan, plan_decode
 from kernels.fixed_gemm import fixed_linear
 from kernels.norm import rms_norm
-from kernels.paged_decode import DecodeWorkspace, new_decode_workspace, paged_decode
+from kernels.paged_decode import paged_decode
 from kernels.prefill import prefill_attention
 from kernels.rope import rope_kv_write, rope_tables
-from kernels.sampler import new_sampler_workspace, new_sampling_tables, sample
+from kernels.sampler import new_sampler_workspace, sample
+from kernels.sampling_tables import new_sampling_tables
 from kernels.small_gemm import new_gemm_workspace, small_linear
 from kernels.tiles import DecodeTile, PrefillTile, decode_tile
 from ops.bench.kernel_timing import Row, make_row, num_sets, time_calls
@@ -304,7 +306,7 @@ def small_kernel_rows(shape: ModelShape, m: int) -> Iterator[Row]:
         8.0 * m * hidden,
     )
     qkv = random(m, (shape.num_q_heads + 2 * shape.num_kv_heads) * d)
-    cache = [random(m // 16 + 1, 16, shape.num_kv_heads, d) for _ in range(2)]
+    k_cache, v_cache = (random(m // 16 + 1, 16, shape.num_kv_heads, d) for _ in range(2))
     cos, sin = (t.to(DEVICE) for t in rope_tables(d, 4096))
     positions = torch.arange(m, dtype=torch.int32, device=DEVICE)
     yield make_row(
@@ -312,7 +314,15 @@ def small_kernel_rows(shape: ModelShape, m: int) -> Iterator[Row]:
         time_calls(
             [
                 lambda: rope_kv_write(
-                    qkv, *cache, cos, sin, positions, positions, shape.num_q_heads, pdl=True
+                    qkv,
+                    k_cache,
+                    v_cache,
+                    cos,
+                    sin,
+                    positions,
+                    positions,
+                    shape.num_q_heads,
+                    pdl=True,
                 )
             ],
             min_calls=40,

@@ -3,7 +3,7 @@ not hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,9 @@ def num_sets(bytes_per_set: int, limit: int = 48) -> int:
     return max(1, min(limit, -(-CACHE_BYTES // max(bytes_per_set, 1))))
 
 
-def time_calls(calls: list[Callable[[], None]], replays: int = 15, min_calls: int = 12) -> Timing:
+def time_calls(
+    calls: Sequence[Callable[[], object]], replays: int = 15, min_calls: int = 12
+) -> Timing:
     """Capture the calls in order (repeated up to min_calls) in one graph and time its replays.
 
     Args:
@@ -38,8 +40,8 @@ def time_calls(calls: list[Callable[[], None]], replays: int = 15, min_calls: in
         replays: samples of the percentiles.
         min_calls: launches per replay at least.
     """
-    repeated = calls * max(1, -(-min_calls // len(calls)))
-    stream = torch.cuda.Stream()
+    repeated = [*calls] * max(1, -(-min_calls // len(calls)))
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
@@ -53,8 +55,7 @@ def time_calls(calls: list[Callable[[], None]], replays: int = 15, min_calls: in
             graph.replay()
         samples = []
         for _ in range(replays):
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
+            begin, end = _new_event(), _new_event()
             begin.record(stream)
             graph.replay()
             end.record(stream)
@@ -63,6 +64,10 @@ def time_calls(calls: list[Callable[[], None]], replays: int = 15, min_calls: in
     samples.sort()
     count = len(samples) - 1
     return Timing(*(samples[round(count * q)] for q in (0.2, 0.5, 0.8)))
+
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.decode_partials import new_decode_workspace
 from kernels.decode_plan import new_decode_plan, plan_decode
 from kernels.fixed_gemm import fixed_linear
-from kernels.paged_decode import new_decode_workspace, paged_decode, paged_decode_ref
+from kernels.paged_decode import paged_decode, paged_decode_ref
 from kernels.prefill import prefill_attention, prefill_attention_ref
 from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_ref
 from kernels.tiles import decode_tile

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.decode_partials import new_decode_workspace
 from kernels.decode_plan import new_decode_plan, plan_decode
-from kernels.paged_decode import new_decode_workspace, paged_decode, paged_decode_ref
+from kernels.paged_decode import paged_decode, paged_decode_ref
 from kernels.tiles import DecodeTile
 from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
 

@@ -6,13 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.sampler import (
-    new_sampler_workspace,
-    new_sampling_tables,
-    sample,
-    sample_ref,
-)
+from kernels.sampler import new_sampler_workspace, sample, sample_ref
 from kernels.sampler_candidates import PART_CAPACITY
+from kernels.sampling_tables import new_sampling_tables
 from tests.kernels.test_kernels_paged_decode import ints
 from tests.kernels.util import DEVICE, DTYPES, IS_NATIVE, poisoned, randn
 

@@ -1,0 +1,103 @@
+"""Partial results of decode attention: where they lie, and the second kernel, which folds those of
+rows with several items."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.decode_fold import fold
+from kernels.decode_plan import DecodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Partial results of rows with several items; shared by all layers, never read before it is
+    written.
+
+    acc float32 [max_slots, HQ, D]; max_sum float32 [max_slots, HQ, 2]: running maximum (base 2)
+    and sum.
+    """
+
+    acc: torch.Tensor
+    max_sum: torch.Tensor
+
+
+def new_decode_workspace(
+    plan: DecodePlan, num_q_heads: int, num_kv_heads: int, head_dim: int
+) -> DecodeWorkspace:
+    """Allocate the workspace that goes with a plan. Raises ValueError for uneven GQA groups."""
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"{num_q_heads} query heads do not share {num_kv_heads} kv heads evenly")
+    device = plan.items.device
+    return DecodeWorkspace(
+        acc=torch.zeros(plan.max_slots, num_q_heads, head_dim, device=device),
+        max_sum=torch.zeros(plan.max_slots, num_q_heads, 2, device=device),
+    )
+
+
+@triton.jit
+def reduce_kernel(
+    out_ptr,
+    entries_ptr,
+    acc_ptr,
+    max_sum_ptr,
+    out_stride,
+    NUM_Q: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Fold the partial results of one head of one row as `fold_tiles` would have folded its
+    tiles."""
+    entry = tl.program_id(0)
+    head = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    # As old as the work list: read before the wait (see paged_decode).
+    entry_at = entries_ptr + entry * 4
+    first_slot = tl.load(entry_at, cache_modifier=".cg").to(tl.int64)
+    count = tl.load(entry_at + 1, cache_modifier=".cg")
+    first_tile = tl.load(entry_at + 2, cache_modifier=".cg")
+    per_item = tl.load(entry_at + 3, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+    if count > 1:
+        dims = tl.arange(0, BLOCK_D)
+        dim_mask = (dims < D)[None, :]
+        per_group = tl.maximum(GROUP // per_item, 1)
+        lead = (first_tile // per_item) % per_group
+        m = tl.full([1], float("-inf"), tl.float32)
+        l = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, BLOCK_D], tl.float32)
+        for group_begin in range(-lead, count, per_group):
+            m_group = tl.full([1], float("-inf"), tl.float32)
+            l_group = tl.zeros([1], tl.float32)
+            acc_group = tl.zeros([1, BLOCK_D], tl.float32)
+            # Unrolled, so that the loads are in flight together. A missing item counts as empty,
+            # which the fold leaves out exactly.
+            for first in range(0, per_group, UNROLL):
+                for offset in tl.static_range(UNROLL):
+                    item = group_begin + first + offset
+                    is_there = (first + offset < per_group) & (item >= 0) & (item < count)
+                    at = ((first_slot + item) * NUM_Q + head) + tl.zeros([1], tl.int64)
+                    m_item = tl.load(max_sum_ptr + at * 2, mask=is_there, other=float("-inf"))
+                    l_item = tl.load(max_sum_ptr + at * 2 + 1, mask=is_there, other=0.0)
+                    acc_item = tl.load(
+                        acc_ptr + at[:, None] * D + dims[None, :],
+                        mask=dim_mask & is_there,
+                        other=0.0,
+                    )
+                    m_group, l_group, acc_group = fold(
+                        m_group, l_group, acc_group, m_item, l_item, acc_item
+                    )
+            m, l, acc = fold(m, l, acc, m_group, l_group, acc_group)
+        out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
+        out_at = out_ptr + entry.to(tl.int64) * out_stride + head * D + dims
+        tl.store(out_at[None, :], out, mask=dim_mask)
