@@ -9,7 +9,11 @@ import pytest
 
 from ops.docs_tables import ROOT, TABLES, first_sentence, updated
 
-DOCUMENTS = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+DOCUMENTS = [
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/*.md", "clients/*/README.md", "kernels/README.md")
+    for path in sorted(ROOT.glob(pattern))
+]
 
 
 @pytest.mark.parametrize("name", TABLES)
