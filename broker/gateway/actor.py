@@ -276,6 +276,7 @@ class GatewayActor(Actor):
         for peer in self._roster.silent(now_s, self._config.heartbeat_ms / 1000):
             self._sender.try_answer(peer, MessageType.PING, {"t": int(now_s * 1000)})
         self._table.forget_old()
+        self.after_burst()  # streams whose client is gone went to others
 
 
 def _welcome(config: BrokerConfig, zmq_config: ZmqConfig) -> Welcome:

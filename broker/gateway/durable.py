@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from broker.gateway.answers import accepted_body, found_stats, unknown
+from broker.gateway.answers import found_stats, unknown
 from broker.gateway.relayed import RelayedStream
 from broker.gateway.sender import Sender
 from broker.gateway.sessions import Client
+from broker.gateway.shared import accept_all, heir_of, tell_end
 from broker.gateway.stream import StreamState
 from broker.gateway.table import StreamTable
 from broker.messages import (
@@ -72,9 +73,7 @@ class DurableJobs:
         """Tell the job again from seq after + 1, to this client. Raises Gone."""
         stream.check(after)
         self._table.attach(stream, client)
-        if stream.state is not StreamState.PREPARING:
-            self._table.reopen(stream)
-            self._follow(stream, after)
+        self._tell_again(stream, after)
 
     def look_up(
         self, client: Client, job: str, kind: MessageType = MessageType.STATS, after: int = 0
@@ -83,7 +82,12 @@ class DurableJobs:
         self._relay.tell(Find(job, self._door, _Wish(client, kind, after)))
 
     def abandon(self, stream: RelayedStream) -> None:
-        """The client is gone; the job runs on."""
+        """The client is gone; the job runs on, and goes to who else asked for it."""
+        heir = heir_of(stream)
+        if heir is not None:
+            self._table.pass_on(stream, heir)
+            self._tell_again(stream, 0)
+            return
         self._relay.tell(Drop(stream.job))
         self._table.forget(stream)
 
@@ -111,6 +115,7 @@ class DurableJobs:
                 self._break_off(stream, event)
         elif event.seq == stream.last_seq and stream.terminal is None:
             self._table.end(stream, event)
+            tell_end(self._sender, stream)
             self.on_change(stream.client)
 
     def _greet(self, stream: RelayedStream) -> None:
@@ -118,9 +123,7 @@ class DurableJobs:
         if stream.state is not StreamState.PREPARING:
             return
         stream.state = StreamState.LIVE
-        peer = stream.client.peer
-        if peer is not None:
-            self._sender.answer(peer, MessageType.ACCEPTED, accepted_body(stream, 0))
+        accept_all(self._sender, stream, 0)
         stream.seal()
 
     def _break_off(self, stream: RelayedStream, event: Tokens) -> None:
@@ -170,9 +173,13 @@ class DurableJobs:
         if wish.kind is MessageType.CANCEL and not has_ended:
             self._relay.tell(Cancel(job))
 
-    def _follow(self, stream: RelayedStream, after: int) -> None:
-        stream.reset(after)
-        self._relay.tell(Follow(stream.job, self._door, after))
+    def _tell_again(self, stream: RelayedStream, after: int) -> None:
+        """Everything from seq after + 1; a job that waits has told nothing yet."""
+        stream.is_attached = True
+        if stream.state is not StreamState.PREPARING:
+            self._table.reopen(stream)
+            stream.reset(after)
+            self._relay.tell(Follow(stream.job, self._door, after))
 
 
 def _ignore(*_: object) -> None:

@@ -21,6 +21,7 @@ from broker.gateway.durable import DurableJobs
 from broker.gateway.relayed import RelayedStream
 from broker.gateway.sender import Sender
 from broker.gateway.sessions import Client, with_tenant
+from broker.gateway.shared import accept_all, heir_of, reject_all, tell_end
 from broker.gateway.stream import Stream, StreamState
 from broker.gateway.table import StreamTable
 from broker.messages import (
@@ -42,14 +43,7 @@ from broker.messages import (
 )
 from broker.text.detokenizer import Detokenizer
 from broker.text.vocabulary import Vocabulary
-from tokenbus.bodies import error_to_body
-from tokenbus.errors import (
-    Busy,
-    Conflict,
-    Draining,
-    TokenbusError,
-    Unsupported,
-)
+from tokenbus.errors import Busy, Conflict, Draining, TokenbusError, Unsupported
 from tokenbus.protocol import MessageType
 from tokenbus.request import MAX_SEED, JobRequest
 
@@ -69,11 +63,7 @@ class Jobs:
     """relay: the Redis door, where there is one."""
 
     def __init__(
-        self,
-        table: StreamTable,
-        vocabulary: Vocabulary,
-        wiring: Wiring,
-        sender: Sender,
+        self, table: StreamTable, vocabulary: Vocabulary, wiring: Wiring, sender: Sender
     ) -> None:
         self._vocabulary = vocabulary
         self._table = table
@@ -131,10 +121,14 @@ class Jobs:
         stream = self._table.visible(client, job)
         if stream is None:
             self._look_up(client, job, MessageType.CANCEL)
-        elif stream.state is StreamState.ENDED:
+            return
+        if stream.state is StreamState.ENDED:
+            self._attach(stream, client)
             stream.terminal_sent = False
-            self._table.attach(stream, client)
-        elif stream.state is StreamState.PREPARING and not isinstance(stream, RelayedStream):
+            return
+        if stream.client is not client:
+            stream.others[client] = None  # to hear the end
+        if stream.state is StreamState.PREPARING and not isinstance(stream, RelayedStream):
             stream.is_cancelled = True
         else:
             stream.owner.tell(Cancel(job))
@@ -147,8 +141,9 @@ class Jobs:
         elif isinstance(stream, RelayedStream):
             self._relayed().rewind(stream, client, after)
         else:
+            stream.check(after)
+            self._attach(stream, client)
             stream.rewind(after)
-            self._table.attach(stream, client)
 
     def stats(self, client: Client, job: str) -> dict[str, object] | None:
         """What is known of a job; None: Redis is asked, and the answer goes to the client.
@@ -161,15 +156,23 @@ class Jobs:
         return None
 
     def abandon(self, client: Client) -> None:
-        """The client is gone: cancel what it has not got, but for durable jobs."""
+        """The client is gone: cancel what it has not got, but for durable jobs, and jobs that
+        somebody else has asked for.
+        """
         for stream in list(client.streams.values()):
             stream.is_attached = False
+            if stream.state is StreamState.ENDED:
+                continue
+            heir = None if stream.is_cancelled else heir_of(stream)
             if isinstance(stream, RelayedStream):
-                if stream.state is not StreamState.ENDED:
-                    self._relayed().abandon(stream)
+                self._relayed().abandon(stream)
+            elif heir is not None:
+                self._table.pass_on(stream, heir)
+                stream.restart()
+                self._touch(heir)
             elif stream.state is StreamState.PREPARING:
                 stream.is_cancelled = True
-            elif stream.state is StreamState.LIVE:
+            else:
                 stream.owner.tell(Cancel(stream.job))
         client.waiting.clear()
 
@@ -203,10 +206,16 @@ class Jobs:
         if isinstance(known, RelayedStream):
             self._relayed().rewind(known, client, 0)
         else:
-            self._table.attach(known, client)
+            self._attach(known, client)
             known.restart()
-        if known.state is not StreamState.PREPARING:
-            self._send_accepted(known, 0)
+        peer = client.peer
+        if known.state is not StreamState.PREPARING and peer is not None:
+            self._sender.answer(peer, MessageType.ACCEPTED, accepted_body(known, 0))
+
+    def _attach(self, stream: Stream, client: Client) -> None:
+        """Who has it next; if the job has ended, whoever has not heard it hears it now."""
+        self._table.attach(stream, client)
+        tell_end(self._sender, stream)
 
     # ------------------------------------------------------------ from text and ledger
 
@@ -244,10 +253,7 @@ class Jobs:
         self._table.forget(stream)
         self.refused[error.code] += 1
         log.info("job.rejected", job=stream.job, code=error.code, field=error.field)
-        peer = stream.client.peer
-        if peer is not None:
-            body = error_to_body(error, job=stream.job)
-            self._sender.answer(peer, MessageType.REJECTED, body)
+        reject_all(self._sender, stream, error)
 
     def _on_accepted(self, message: Accepted) -> None:
         stream = self._table.get(message.job)
@@ -257,16 +263,10 @@ class Jobs:
             self._relayed().on_accepted(stream, message)
             return
         stream.state = StreamState.LIVE
-        self._send_accepted(stream, message.queue_position)
+        accept_all(self._sender, stream, message.queue_position)
         stream.seal()
         if stream.is_cancelled:
             self._wiring.ledger.tell(Cancel(stream.job))
-
-    def _send_accepted(self, stream: Stream, position: int) -> None:
-        peer = stream.client.peer
-        if peer is None:
-            return
-        self._sender.answer(peer, MessageType.ACCEPTED, accepted_body(stream, position))
 
     def _on_publish(self, message: Publish) -> None:
         find, sender = self._table.get, self._sender
@@ -283,6 +283,7 @@ class Jobs:
 
     def _end(self, stream: Stream, event: Done | Failed) -> None:
         self._table.end(stream, event)
+        tell_end(self._sender, stream)
         self._touch(stream.client)
 
     def _touch(self, client: Client) -> None:

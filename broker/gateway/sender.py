@@ -37,7 +37,10 @@ class Sender:
 
     def answer(self, peer: Peer, kind: MessageType, body: Mapping[str, object]) -> None:
         """Send a message that must not be lost while the peer lives; waits if its queue is full."""
-        frames = encode_trusted(kind, body)
+        self.answer_frames(peer, encode_trusted(kind, body))
+
+    def answer_frames(self, peer: Peer, frames: list[bytes]) -> None:
+        """The same, with a message that is encoded already."""
         if not peer.pending and self._send(peer, frames):
             return
         if peer.is_blocked and len(peer.pending) < MAX_PENDING:

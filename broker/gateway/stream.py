@@ -36,8 +36,8 @@ class Stream:
         "_base", "_digest", "_ids", "_num_chars", "_pieces", "_request", "_sent_chars",
         "attempt", "base_seq", "client",
         "deadline_ns", "ended_s", "is_attached", "is_cancelled", "is_paused", "job",
-        "owner", "prefix", "prompt_tokens", "seed", "sent_seq", "state", "tenant", "terminal",
-        "terminal_sent",
+        "others", "owner", "prefix", "prompt_tokens", "seed", "sent_seq", "state", "tenant",
+        "terminal", "terminal_sent",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +46,7 @@ class Stream:
         self.job = job
         self.owner = owner  # who ends, pauses and continues the job
         self.client = client
+        self.others: dict[Client, None] = {}  # who asked for the job, and has not heard its end
         self.tenant = tenant
         self._request = request
         self._digest = b""
@@ -138,14 +139,18 @@ class Stream:
         """Whether so much is unsent that the job should pause."""
         return self.num_unsent > max_tokens or self._num_chars - self._sent_chars > MAX_UNSENT_CHARS
 
-    def rewind(self, after: int) -> None:
-        """Send again from seq after + 1. Raises Gone if that is not in the log."""
+    def check(self, after: int) -> None:
+        """Raises Gone if what follows this seq is not in the log."""
         if after > self.last_seq:
             message = f"after: {after} is beyond the last token, {self.last_seq}"
             raise Gone(message, field="after")
         if after < self.base_seq:
             message = f"after: the log of this job begins after seq {self.base_seq}"
             raise Gone(message, field="after")
+
+    def rewind(self, after: int) -> None:
+        """Send again from seq after + 1. Raises Gone as `check` does."""
+        self.check(after)
         if after == self.last_seq or self._base is None:
             self._sent_chars = self._num_chars
         else:
@@ -160,8 +165,10 @@ class Stream:
         self.rewind(self.base_seq)
 
     def trim(self, max_tokens: int) -> None:
-        """Keep the log within max_tokens, dropping a quarter of it at once, if that was sent."""
-        if len(self._ids) <= max_tokens or self._base is None:
+        """Keep the log within max_tokens, dropping a quarter of it at once, if that was sent and
+        nobody else is left who may still ask for it.
+        """
+        if len(self._ids) <= max_tokens or self._base is None or self.others:
             return
         count = min(max_tokens // 4, self.sent_seq - self.base_seq)
         if count <= 0:

@@ -42,6 +42,12 @@ class StreamTable:
         """Whether this client may know of another's job of that tenant."""
         return not self.has_keys or client.tenant == tenant
 
+    def pass_on(self, stream: Stream, heir: Client) -> None:
+        """The client that has the stream is gone, or gives it up."""
+        old = stream.client
+        self.attach(stream, heir)
+        stream.others.pop(old, None)
+
     def is_current(self, stream: Stream) -> bool:
         """Whether the stream stands for its job (still)."""
         return self._streams.get(stream.job) is stream
@@ -52,9 +58,14 @@ class StreamTable:
         stream.client.streams[stream.job] = stream
 
     def attach(self, stream: Stream, client: Client) -> None:
-        """This client's session gets the stream from now on."""
+        """This client's session gets the stream from now on. Who had it until now is among the
+        others, unless there is nothing left to hear.
+        """
         old = stream.client
+        stream.others.pop(client, None)
         if old is not client:
+            if not stream.terminal_sent:
+                stream.others[old] = None
             old.streams.pop(stream.job, None)
             old.waiting.pop(stream.job, None)
             stream.client = client

@@ -383,6 +383,88 @@ async def test_the_same_submit_again_attaches_and_another_content_conflicts(
         assert (rejected.body["code"], rejected.body["field"]) == ("conflict", "job")
 
 
+@pytest.mark.parametrize("text", ["race", ""], ids=["taken", "refused"])
+async def test_two_clients_with_one_job_are_both_answered_and_both_hear_the_end(
+    worker: Worker, text: str
+) -> None:
+    """One job id, one content, at once, again and again: whoever was first is not left waiting."""
+    async with RawClient(worker.endpoint) as one, RawClient(worker.endpoint) as two:
+        await one.hello()
+        await two.hello()
+        for i in range(30):
+            job = f"same-{text}-{i}"
+            for client in (one, two) if i % 2 else (two, one):
+                await client.submit(job, prompt=text and f"{text} {i}", max_tokens=40)
+            replies = await asyncio.gather(*(_follow(client, job) for client in (one, two)))
+            for reply in replies:
+                if text:
+                    check(reply, expect(f"{text} {i}", 40))
+                    assert reply.accepted is not None
+                else:
+                    assert reply.body["code"] == "invalid"
+
+
+async def test_a_running_job_asked_for_again_elsewhere_is_whole_for_both(worker: Worker) -> None:
+    async with RawClient(worker.endpoint) as one, RawClient(worker.endpoint) as two:
+        await one.hello()
+        await two.hello()
+        job = await one.submit(prompt="late", max_tokens=60)
+        await one.receive(T.TOKENS)
+        await two.submit(job, prompt="late", max_tokens=60)
+        check(await _follow(two, job), expect("late", 60))
+        done = await one.receive(T.DONE, job=job)
+        assert done.body["seq"] == 60
+        await one.send(T.RESUME, job=job, after=0)
+        check((await one.collect(job))[job], expect("late", 60))
+
+
+async def test_a_job_goes_on_for_one_client_when_the_other_is_gone(worker: Worker) -> None:
+    """The one that has its stream falls silent; who asked before it gets the stream."""
+    async with RawClient(worker.endpoint) as one:
+        await one.hello()
+        job = await one.submit(prompt="stay", max_tokens=1_900)
+        async with RawClient(worker.endpoint) as two:
+            await two.hello(credit=1)
+            await two.submit(job, prompt="stay", max_tokens=1_900)
+            await two.receive(T.TOKENS)
+        reply = await _follow(one, job)
+        check(reply, expect("stay", 1_900))
+
+
+async def test_a_cancel_is_answered_by_the_end_whosever_job_it_is(worker: Worker) -> None:
+    async with RawClient(worker.endpoint) as one, RawClient(worker.endpoint) as two:
+        await one.hello()
+        await two.hello()
+        job = await one.submit(prompt="theirs", max_tokens=1_500)
+        await one.receive(T.TOKENS)
+        await two.send(T.CANCEL, job=job)
+        for client in (one, two):
+            done = await client.receive(T.DONE, job=job)
+            assert done.body["reason"] == "cancelled"
+
+
+async def _follow(client: RawClient, job: str) -> Reply:
+    """As a client does: repeats are dropped, and a hole is asked for."""
+    reply = Reply()
+    while reply.end is None:
+        message = await client.next()
+        body = message.body
+        for name, _, seq, ids, text in body.get("events", ()):
+            if name == job and seq == len(reply.ids) + 1:
+                reply.ids += ids
+                reply.text += text
+        if body.get("job") != job:
+            continue
+        if message.type is T.ACCEPTED:
+            reply.accepted = body
+        elif message.type is T.DONE and body["seq"] > len(reply.ids):
+            await client.send(T.RESUME, job=job, after=len(reply.ids))
+        else:
+            reply.end = message
+            reply.text += body.get("text", "")
+    return reply
+
+
 async def test_the_newest_hello_of_a_name_owns_its_jobs(worker: Worker) -> None:
     async with RawClient(worker.endpoint) as old:
         await old.hello()

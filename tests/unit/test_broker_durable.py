@@ -219,3 +219,31 @@ def test_what_was_sent_is_not_kept() -> None:
     stream = door.submit()
     door.event(*(tokens(seq, 1) for seq in range(1, 101)))
     assert (stream.base_seq, stream.last_seq) == (100, 100)
+
+
+def test_everybody_who_asked_for_a_waiting_job_is_answered_and_hears_its_end() -> None:
+    door = Door()
+    stream = door.submit()
+    other = Client("d")
+    other.begin_session(Peer(b"q", 0.0), 1_000, "", 0.0)
+    door.jobs.rewind(stream, other, 0)
+    door.event(tokens(1, 0))
+    door.event(done(1))
+    door.sender.flush_client(other)
+    names = [name for name, _ in door.take()]
+    assert names == ["ACCEPTED", "ACCEPTED", "TOKENS", "DONE", "DONE"]
+
+
+def test_a_job_of_a_client_that_leaves_is_told_to_who_asked_before() -> None:
+    door = Door()
+    stream = door.submit()
+    other = Client("d")
+    other.begin_session(Peer(b"q", 0.0), 1_000, "", 0.0)
+    door.jobs.rewind(stream, other, 0)
+    door.event(tokens(1, 0))
+    other.peer = None
+    door.jobs.abandon(stream)
+    door.take()
+    assert isinstance(door.relay.messages[-1], Follow)
+    door.event(tokens(1, 0), done(1))
+    assert [name for name, _ in door.take()] == ["TOKENS", "DONE"]
