@@ -5,7 +5,8 @@
  *                       +---- new worker -----+
  *
  * RESUME after a new connection may stay without an answer for as long as the job waits in the queue.
- * Only one that follows a hole must bring something: it is repeated, and at last the job fails.
+ * Only one that follows a hole must bring something: it is repeated, and at last the job fails. One that
+ * a worker was too busy to answer is repeated as long as there is a worker.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -63,12 +64,13 @@ void tbi_job_submit(tb_job *job) {
 void tbi_job_resume(tb_job *job) {
     int64_t now_ms = tbi_now_ms();
     if (job->client->state != TBI_LIVE) return;
-    if (job->is_resuming && now_ms - job->asked_ms < TBI_RESUME_AGAIN_MS) return;
+    if (now_ms < job->again_ms || (job->is_resuming && now_ms - job->asked_ms < TBI_RESUME_AGAIN_MS)) return;
     if (job->has_hole && job->num_resumes++ >= TBI_MAX_RESUMES) {
         tbi_job_fail_code(job, TB_PROTOCOL, "the worker does not send what follows the last token again");
         return;
     }
     job->is_resuming = true;
+    job->again_ms = 0;
     job->asked_ms = now_ms;
     send_job_message(job, TBI_RESUME, job->last);
 }
@@ -88,6 +90,7 @@ static bool continue_request(tb_job *job) {
 
 static void submit_continued(tb_job *job) {
     job->is_answered = job->is_resuming = job->has_hole = false;
+    job->again_ms = 0;
     if (continue_request(job)) tbi_job_submit(job);
     else tbi_job_fail_code(job, TB_NO_MEMORY, "no memory to submit the job again");
 }
@@ -97,6 +100,7 @@ void tbi_job_pick_up(tb_job *job, bool is_same_worker) {
     bool is_durable = job->request != NULL && tbi_request_find(job->request, "durable") != NULL;
     job->is_resuming = job->has_hole = false;
     job->num_resumes = job->num_submits = 0;
+    job->again_ms = 0;
     if (job->is_orphan && !is_same_worker) {
         tbi_client_free_job(job);
         return;
@@ -119,6 +123,11 @@ void tbi_job_tick(tb_job *job, int64_t now_ms) {
         char message[512];
         snprintf(message, sizeof message, "no worker at %.300s: %.100s", client->endpoint, client->lost_why);
         tbi_job_fail_code(job, TB_UNAVAILABLE, message);
+    } else if (job->again_ms > 0) {
+        if (now_ms < job->again_ms) return;
+        job->is_resuming = false; /* it was answered: nothing is on its way */
+        tbi_job_resume(job);
+        if (job->wants_cancel) send_job_message(job, TBI_CANCEL, -1);
     } else if (job->has_hole && now_ms - job->asked_ms >= TBI_RESUME_AGAIN_MS) {
         tbi_job_resume(job);
     } else if (job->request != NULL && !job->is_answered && now_ms - job->asked_ms >= TBI_SUBMIT_AGAIN_MS) {
@@ -161,6 +170,7 @@ static void take_tokens(tb_job *job, int64_t attempt, int64_t seq, const tbi_ids
     job->last = seq + (int64_t)ids->num - 1;
     job->is_resuming = job->has_hole = false;
     job->num_resumes = 0;
+    job->again_ms = 0;
     job->client->num_bad_messages = 0;
 }
 
@@ -220,12 +230,20 @@ void tbi_job_on_done(tb_job *job, const msgpack_object_map *body) {
     job->client->num_bad_messages = 0;
 }
 
+/* RESUME came at a bad time, such as before the worker had found its Redis. */
+static void on_busy(tb_job *job, int64_t retry_ms) {
+    job->num_resumes = 0;
+    job->again_ms = tbi_now_ms() + (retry_ms > 0 ? retry_ms : TBI_RESUME_AGAIN_MS);
+}
+
 /* ERROR: the end, or the answer to CANCEL or RESUME. */
 void tbi_job_on_error(tb_job *job, const tb_error *error) {
     bool is_resuming = job->is_resuming;
     if (error->code == TB_GONE && !is_resuming) return; /* of a RESUME that was overtaken */
     if (error->code == TB_NOT_FOUND && is_resuming && job->request != NULL && !job->wants_cancel)
         submit_continued(job);
+    else if (error->code == TB_BUSY && is_resuming)
+        on_busy(job, error->retry_ms);
     else
         tbi_job_fail(job, error);
 }

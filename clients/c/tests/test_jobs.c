@@ -49,6 +49,23 @@ static void a_done_that_is_ahead_of_the_tokens_resumes_and_at_last_gives_up(void
     stop();
 }
 
+static void a_resume_that_a_busy_worker_refuses_is_asked_again(void) {
+    start();
+    start_job();
+    router_tokens(worker, "j", 3, "c", 1, IDS + 2); /* a hole */
+    CHECK(router_expect(worker, client, M_RESUME)->after == 1);
+    for (int i = 0; i < TBI_MAX_RESUMES + 1; i++) {
+        int64_t refused_ms = tbi_now_ms();
+        router_error(worker, M_ERROR, "j", "busy", true, 300);
+        CHECK(router_expect(worker, client, M_RESUME)->after == 1);
+        CHECK(tbi_now_ms() - refused_ms >= 300);
+    }
+    router_tokens(worker, "j", 2, "bc", 2, IDS + 1);
+    router_done(worker, "j", "", "stop", 3, IDS, 0);
+    CHECK(read_to(TB_DONE).seq == 3 && strcmp(text, "abc") == 0);
+    stop();
+}
+
 static void a_wrong_checksum_is_a_protocol_error(void) {
     start();
     start_job();
@@ -195,6 +212,7 @@ int main(void) {
     tokens_come_in_order_and_done_has_the_rest();
     a_hole_is_filled_and_repeats_are_dropped();
     a_done_that_is_ahead_of_the_tokens_resumes_and_at_last_gives_up();
+    a_resume_that_a_busy_worker_refuses_is_asked_again();
     a_wrong_checksum_is_a_protocol_error();
     rejections_are_typed_and_unknown_codes_internal();
     a_cancelled_job_ends_as_the_worker_says();
@@ -202,6 +220,6 @@ int main(void) {
     a_job_of_another_client_is_followed();
     requests_that_cannot_be_sent_are_refused_by_field();
     many_jobs_share_a_connection_by_callbacks();
-    printf("jobs: 10 cases, no failures\n");
+    printf("jobs: 11 cases, no failures\n");
     return 0;
 }
