@@ -119,14 +119,24 @@ class Sender:
         self._send_terminals(client, peer)
 
     def unblock(self) -> None:
-        """Try the peers whose queue was full again."""
+        """One turn: try the peers whose queue was full again. Each try encodes what waits for the
+        peer, so one that stays full is tried less and less often.
+        """
         blocked, self.blocked = self.blocked, set()
         for peer in blocked:
+            if peer.num_skips:
+                peer.num_skips -= 1
+                self.blocked.add(peer)
+                continue
             peer.is_blocked = False
             while peer.pending and self._send(peer, peer.pending[0]):
                 peer.pending.popleft()
             if not peer.is_blocked and peer.client is not None and peer.client.peer is peer:
                 self.flush_client(peer.client)
+            if peer.is_blocked:
+                peer.refuse()
+            else:
+                peer.num_refusals = 0
 
     def _send_chunk(self, client: Client, rows: Sequence[object], chunk: list[Stream]) -> bool:
         if not self._send_tokens(client, rows):

@@ -21,13 +21,15 @@ STRIKES = 10  # bad messages ...
 STRIKES_WITHIN_S = 10.0  # ... in this time ...
 MUTE_S = 30.0  # ... and the peer is ignored for that long
 MAX_PENDING = 10_000  # answers that wait for a peer that takes no more
+MAX_REFUSALS = 5  # from then on a full peer is tried every 32nd turn
 
 
 class Peer:
     """One connection."""
 
-    __slots__ = ("_strikes", "client", "is_blocked", "last_heard_s", "muted_until_s", "pending",
-                 "ping_sent_s", "routing_id")  # fmt: skip
+    __slots__ = ("_strikes", "client", "is_blocked", "last_heard_s", "muted_until_s",
+                 "num_refusals", "num_skips", "pending", "ping_sent_s",
+                 "routing_id")  # fmt: skip
 
     def __init__(self, routing_id: bytes, now_s: float) -> None:
         self.routing_id = routing_id
@@ -36,8 +38,15 @@ class Peer:
         self.ping_sent_s = now_s
         self.muted_until_s = 0.0
         self.is_blocked = False  # its queue was full at the last send
+        self.num_refusals = 0  # tries in a row that found it still full
+        self.num_skips = 0  # turns that pass before the next try
         self.pending: deque[list[bytes]] = deque()  # answers that must not be lost
         self._strikes: deque[float] = deque(maxlen=STRIKES)
+
+    def refuse(self) -> None:
+        """It is still full: twice as many turns pass before the next try as before this one."""
+        self.num_skips = (1 << self.num_refusals) - 1
+        self.num_refusals = min(self.num_refusals + 1, MAX_REFUSALS)
 
     def strike(self, now_s: float) -> bool:
         """Count a bad message; True if the peer is muted from now on."""

@@ -43,11 +43,13 @@ class StubRouter:
     def __init__(self) -> None:
         self.room = 1_000_000
         self.is_gone = False
+        self.num_tries = 0
         self.sent: list[tuple[MessageType, dict[str, Any]]] = []
 
     def send(self, peer: bytes, frames: list[bytes]) -> Sent:
         if self.is_gone:
             return Sent.GONE
+        self.num_tries += 1
         if self.room == 0:
             return Sent.FULL
         self.room -= 1
@@ -150,6 +152,28 @@ def test_a_full_socket_loses_nothing_and_the_end_comes_last() -> None:
     assert kinds == [MessageType.WELCOME, MessageType.TOKENS, MessageType.DONE]
     assert sorted(s.router.rows()) == [["a", 1, 2, [1, 2], "bc"], ["b", 1, 2, [1], "b"]]
     assert s.client.used == 4
+
+
+def test_a_socket_that_stays_full_is_tried_less_and_less_often() -> None:
+    """Every try encodes the whole backlog; the other clients wait for that."""
+    s = Setup()
+    a = s.stream("a")
+    s.router.room = 0
+    s.publish((a, [0]))
+    s.publish((a, [1]))
+    s.router.num_tries = 0
+    for _ in range(200):  # a second
+        s.sender.unblock()
+    assert 6 <= s.router.num_tries <= 12
+    s.router.room = 100
+    for _ in range(32):
+        s.sender.unblock()
+    assert s.router.rows() == [["a", 1, 1, [0, 1], "ab"]]
+    s.router.room = 0
+    s.publish((a, [2]))
+    s.router.room = 100
+    s.sender.unblock()  # it took something in between: tried at once
+    assert s.router.rows() == [["a", 1, 3, [2], "c"]]
 
 
 def test_two_events_of_a_job_in_one_burst_come_back_whole_from_a_full_socket() -> None:
