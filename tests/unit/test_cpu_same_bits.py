@@ -23,7 +23,8 @@ from engine.plan import BoolArray, IntArray
 from engine.scheduler import Scheduler
 from tests.cpu_kit import generate, with_limits
 
-VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 320, 256, 320, 4, 2, 64, 2
+# Three query heads on each kv head, as in SmolLM2: such products take more than one path.
+VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 320, 384, 320, 6, 2, 64, 2
 NEW_TOKENS = 20
 # Prompts and their continuations meet the ends of tiles and of padded contexts from both sides.
 PROMPTS = [
