@@ -15,6 +15,7 @@ import time
 
 from kernels.tiles import DecodeTile
 from ops.bench import kernel_cases as cases
+from ops.bench import kernel_inputs as inputs
 
 TILES = [
     DecodeTile(64, 2, 2, 4),
@@ -41,8 +42,8 @@ def compile_part(part: int, parts: int) -> None:
     shapes = [(32, 8, 128), (32, 4, 128), (16, 8, 128), (9, 3, 64)]
     jobs = list(itertools.product(shapes, TILES))
     for (q_heads, kv_heads, head_dim), tile in jobs[part::parts]:
-        inputs = cases.decode_set([70], q_heads, kv_heads, head_dim, 64)
-        inputs.run(*cases.decode_plan_for(inputs, tile), tile)
+        call = inputs.decode_set([70], q_heads, kv_heads, head_dim, 64)
+        call.run(*inputs.decode_plan_for(call, tile), tile)
 
 
 def sweep(seconds: float) -> list[dict[str, float | str]]:

@@ -21,10 +21,10 @@ from triton.runtime.errors import OutOfResources
 from kernels.gemv import gemv
 from kernels.small_gemm import new_gemm_workspace, small_linear
 from kernels.tiles import GemvTile, SmallGemmTile
-from ops.bench import kernel_cases as cases
+from ops.bench import kernel_inputs as inputs
 from ops.bench.kernel_timing import num_sets, time_calls
 
-SHAPES = [cases.QWEN3_06B, cases.QWEN3_8B, cases.SMOLLM2]
+SHAPES = [inputs.QWEN3_06B, inputs.QWEN3_8B, inputs.SMOLLM2]
 M_BUCKETS = (8, 64)
 
 
@@ -74,15 +74,15 @@ def gemm_tiles(m: int, n: int, k: int, glu: bool) -> list[SmallGemmTile]:
     ]
 
 
-def layer_options(shape: cases.ModelShape, name: str, m: int) -> dict[str, object]:
+def layer_options(shape: inputs.ModelShape, name: str, m: int) -> dict[str, object]:
     """Fusion of one layer as the model uses it; the norm is fused for one row only."""
     if name in ("o", "down"):
-        return {"residual": cases.random(m, shape.hidden)}
-    norm = {"norm_weight": cases.random(shape.hidden), "eps": 1e-6} if m == 1 else {}
+        return {"residual": inputs.random(m, shape.hidden)}
+    norm = {"norm_weight": inputs.random(shape.hidden), "eps": 1e-6} if m == 1 else {}
     return norm | ({"glu": True} if name == "gate_up" else {})
 
 
-Job = tuple[cases.ModelShape, str, int, int, int, GemvTile | SmallGemmTile]
+Job = tuple[inputs.ModelShape, str, int, int, int, GemvTile | SmallGemmTile]
 
 
 def jobs() -> list[Job]:
@@ -104,9 +104,9 @@ def launcher(job: Job) -> Callable[[torch.Tensor], None]:
     """A launch of one configuration, given a weight."""
     shape, name, n, k, m, tile = job
     options = layer_options(shape, name, m)
-    x = cases.random(m, k)
-    out = options.get("residual", torch.empty(m, n, dtype=cases.DTYPE, device=cases.DEVICE))
-    workspace = new_gemm_workspace(cases.DEVICE)
+    x = inputs.random(m, k)
+    out = options.get("residual", torch.empty(m, n, dtype=inputs.DTYPE, device=inputs.DEVICE))
+    workspace = new_gemm_workspace(inputs.DEVICE)
 
     def run(weight: torch.Tensor) -> None:
         if isinstance(tile, GemvTile):
@@ -126,7 +126,7 @@ def compile_part(part: int, parts: int) -> None:
     """Run every parts-th configuration once."""
     for job in jobs()[part::parts]:
         try:
-            launcher(job)(cases.random(weight_rows(job), job[3]))
+            launcher(job)(inputs.random(weight_rows(job), job[3]))
         except OutOfResources as error:
             print(f"{job[0].name} {job[1]} m{job[4]} {job[5]}: {error}")
 
@@ -143,7 +143,9 @@ def sweep(seconds: float) -> list[dict[str, float | str | int]]:
         shape, name, n, k, m, tile = job
         size = (weight_rows(job), k)
         if not weights or weights[0].shape != size:
-            weights = [cases.random(*size, scale=k**-0.5) for _ in range(num_sets(2 * size[0] * k))]
+            weights = [
+                inputs.random(*size, scale=k**-0.5) for _ in range(num_sets(2 * size[0] * k))
+            ]
         try:
             run = launcher(job)
             timing = time_calls([partial(run, w) for w in weights], replays=5)

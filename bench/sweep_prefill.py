@@ -13,6 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.tiles import PrefillTile
 from ops.bench import kernel_cases as cases
+from ops.bench import kernel_inputs as inputs
 
 TILES = [
     PrefillTile(128, 64, 8, 3),
@@ -33,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     part, parts = (int(x) for x in args.compile_part.split("/"))
     began = time.monotonic()
-    for shape in (cases.QWEN3_8B, cases.SMOLLM2):
+    for shape in (inputs.QWEN3_8B, inputs.SMOLLM2):
         found = []
         for tile in TILES[part::parts]:
             if time.monotonic() - began > args.seconds:

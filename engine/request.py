@@ -80,18 +80,9 @@ def _find_problem(s: Submit, info: RunnerInfo) -> Reject | None:
 
     if len(s.prompt_ids) == 0:
         return reject("invalid", "prompt_ids", "prompt_ids is empty: send at least one token")
-    for field, ids in (
-        ("prompt_ids", s.prompt_ids),
-        ("prefix_ids", s.prefix_ids),
-        ("stop_token_ids", s.stop_token_ids),
-    ):
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= info.vocab_size):
-            worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-            return reject(
-                "invalid",
-                field,
-                f"{field} holds {worst}: token ids are 0 to {info.vocab_size - 1} in this model",
-            )
+    foreign = _find_foreign_id(s, info.vocab_size)
+    if foreign is not None:
+        return foreign
     room = max_tokens_in_cache(info)
     num_tokens = len(s.prompt_ids) + len(s.prefix_ids)
     if num_tokens >= room:
@@ -119,6 +110,20 @@ def _find_problem(s: Submit, info: RunnerInfo) -> Reject | None:
     if not 0 <= s.priority < NUM_PRIORITIES:
         return reject("invalid", "priority", f"priority is {s.priority}: expected 0, 1 or 2")
     return _find_sampling_problem(s.rid, s.sampling)
+
+
+def _find_foreign_id(s: Submit, vocab_size: int) -> Reject | None:
+    """The first token id that the model does not have."""
+    for field, ids in (
+        ("prompt_ids", s.prompt_ids),
+        ("prefix_ids", s.prefix_ids),
+        ("stop_token_ids", s.stop_token_ids),
+    ):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+            worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            message = f"{field} holds {worst}: token ids are 0 to {vocab_size - 1} in this model"
+            return Reject(s.rid, "invalid", field, message)
+    return None
 
 
 def _find_sampling_problem(rid: int, p: Sampling) -> Reject | None:

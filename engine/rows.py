@@ -65,23 +65,17 @@ class RowTable:
         self.losing_kv = _flags(num_rows)  # preempted; its KV goes when no step in flight uses it
         self.losing_row = _flags(num_rows)  # and its row too
         self.ended = _flags(num_rows)
-        self.started = _flags(
-            num_rows
-        )  # its prompt was computed once: `started` was or will be published
+        self.started = _flags(num_rows)  # its prompt was computed once: `started` is published
         self.length = _ints(num_rows)  # tokens there are once the launched steps are done
         self.computed = _ints(num_rows)  # tokens whose KV is there once the launched steps are done
         self.known = _ints(num_rows)  # tokens whose ids the host has
         self.limit = _ints(num_rows)
         self.min_position = _ints(num_rows)
-        self.cached_tokens = _ints(
-            num_rows
-        )  # prompt tokens the prefix cache gave at the first admission
+        self.cached_tokens = _ints(num_rows)  # prompt tokens from the prefix cache, first admission
         self.chunk_end = _ints(num_rows)  # tokens from here on are computed by decode rows
         self.num_blocks = _ints(num_rows)
         self.capacity = _ints(num_rows)  # num_blocks * block_size
-        self.num_registered = _ints(
-            num_rows
-        )  # leading blocks that were offered to the prefix cache
+        self.num_registered = _ints(num_rows)  # leading blocks offered to the prefix cache
         self.next_register = _ints(num_rows)  # (num_registered + 1) * block_size
         self.in_flight = _ints(num_rows)  # launched steps, not yet collected, that touch the row
         self.order = np.zeros(num_rows, np.int64)

@@ -70,17 +70,21 @@ def build_cpu_runner(config: EngineConfig, progress: ProgressCallback) -> CpuRun
         chunk_align_tokens=TILE_TOKENS,
         replays_by_decode=True,
     )
+    _log_ready(info)
+    return CpuRunner(info, decoder, embedding, head, cache, spec.windows, spec.num_kv_heads)
+
+
+def _log_ready(info: RunnerInfo) -> None:
     log.info(
         "runner.ready",
         device="cpu",
         threads=torch.get_num_threads(),
         weights_gib=round(info.weight_bytes / _GIB, 3),
         kv_gib=round(info.kv_bytes / _GIB, 3),
-        kv_tokens=num_blocks * block_size,
+        kv_tokens=info.num_blocks * info.block_size,
         load_s=round(info.load_s, 2),
         quantization=info.quantization,
     )
-    return CpuRunner(info, decoder, embedding, head, cache, spec.windows, spec.num_kv_heads)
 
 
 def plan_num_blocks(

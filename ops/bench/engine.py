@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -73,21 +73,10 @@ def run(
     results = []
     for index, (num_requests, input_len, output_len) in enumerate(cases):
         load = Workload(num_requests, input_len, output_len, vocab_size, temperature=temperature)
-        # The first pass compiles kernels and captures graphs at these sizes.
-        warm = Workload(num_requests, input_len, 4, vocab_size, seed=99, temperature=temperature)
-        drive(loop, warm, first_rid=(index + 1) << 32)
-        loop.stats.report(loop.scheduler)
-        times, _ = drive(loop, load, first_rid=(index + 1) << 33)
-        stats = loop.stats.report(loop.scheduler)
-        result = {
-            "requests": num_requests,
-            "input_len": input_len,
-            "output_len": output_len,
-            **asdict(times),
-            "floor_tok_s": decode_floor_tok_s(config, num_requests, input_len + output_len // 2),
-            **{f"{phase}_us": stats[f"{phase}_us"] for phase in PHASES},
-            "steps": stats["interval_steps"],
-        }
+        result = _run_case(loop, load, index)
+        result["floor_tok_s"] = decode_floor_tok_s(
+            config, num_requests, input_len + output_len // 2
+        )
         results.append(result)
         if not quiet:
             print(_line(config.model_name, result), file=sys.stderr)
@@ -103,6 +92,23 @@ def run(
         "cases": results,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
+    }
+
+
+def _run_case(loop: EngineLoop, load: Workload, index: int) -> dict[str, Any]:
+    """One pass to compile kernels and capture graphs at these sizes, and one that counts."""
+    warm = replace(load, output_len=4, seed=99)
+    drive(loop, warm, first_rid=(index + 1) << 32)
+    loop.stats.report(loop.scheduler)
+    times, _ = drive(loop, load, first_rid=(index + 1) << 33)
+    stats = loop.stats.report(loop.scheduler)
+    return {
+        "requests": load.num_requests,
+        "input_len": load.input_len,
+        "output_len": load.output_len,
+        **asdict(times),
+        **{f"{phase}_us": stats[f"{phase}_us"] for phase in PHASES},
+        "steps": stats["interval_steps"],
     }
 
 

@@ -19,10 +19,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.threads import set_thread_waiting
 from ops.models import resolve
+
+if TYPE_CHECKING:
+    from engine.plan import Runner
+    from engine.scheduler import Scheduler
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RIVAL = Path(__file__).with_name("llama_cpp_rival.py")
@@ -31,9 +35,6 @@ _OURS = {"ours": "auto", "ours_float32": "none"}
 
 def run_ours(job: dict[str, Any], quantization: str) -> dict[str, float]:
     """Scheduler and runner without rings: prefill seconds, decode seconds, host time per step."""
-    import numpy as np
-
-    from broker.ring.records import Submit
     from engine.build import build_runner
     from engine.config import EngineConfig
     from engine.scheduler import Scheduler
@@ -46,37 +47,43 @@ def run_ours(job: dict[str, Any], quantization: str) -> dict[str, float]:
         kv_cache_bytes=600 << 20,
     )
     runner = build_runner(config)
-    none = np.zeros(0, np.int32)
-    best = {"prefill_s": float("inf"), "decode_s": float("inf"), "host_us_per_step": 0.0}
+    passes = []
     for _ in range(job["repeats"]):
         scheduler = Scheduler(runner.info, enable_prefix_cache=False)
-        for rid, prompt in enumerate(job["prompts"], start=1):
-            ids = np.array(prompt, np.int32)
-            scheduler.submit(Submit(rid, ids, none, none, job["new_tokens"]))
-        waiting, steps, model_s = len(job["prompts"]), 0, 0.0
-        started = prefilled = time.perf_counter()
-        while (plan := scheduler.plan()) is not None:
-            launched = time.perf_counter()
-            runner.launch(plan)
-            result = runner.collect()
-            collected = time.perf_counter()
-            scheduler.launched()
-            outcome = scheduler.complete(result)
-            if waiting:
-                waiting -= len(outcome.started_rids)
-                prefilled = time.perf_counter()
-            else:
-                steps += 1
-                model_s += collected - launched
-        decode_s = time.perf_counter() - prefilled
-        if decode_s < best["decode_s"]:
-            host_us = (decode_s - model_s) / max(steps, 1) * 1e6
-            best = {
-                "prefill_s": prefilled - started,
-                "decode_s": decode_s,
-                "host_us_per_step": host_us,
-            }
-    return best
+        passes.append(_run_once(runner, scheduler, job))
+    return min(passes, key=lambda times: times["decode_s"])
+
+
+def _run_once(runner: Runner, scheduler: Scheduler, job: dict[str, Any]) -> dict[str, float]:
+    import numpy as np
+
+    from broker.ring.records import Submit
+
+    none = np.zeros(0, np.int32)
+    for rid, prompt in enumerate(job["prompts"], start=1):
+        ids = np.array(prompt, np.int32)
+        scheduler.submit(Submit(rid, ids, none, none, job["new_tokens"]))
+    waiting, steps, model_s = len(job["prompts"]), 0, 0.0
+    started = prefilled = time.perf_counter()
+    while (plan := scheduler.plan()) is not None:
+        launched = time.perf_counter()
+        runner.launch(plan)
+        result = runner.collect()
+        collected = time.perf_counter()
+        scheduler.launched()
+        outcome = scheduler.complete(result)
+        if waiting:
+            waiting -= len(outcome.started_rids)
+            prefilled = time.perf_counter()
+        else:
+            steps += 1
+            model_s += collected - launched
+    decode_s = time.perf_counter() - prefilled
+    return {
+        "prefill_s": prefilled - started,
+        "decode_s": decode_s,
+        "host_us_per_step": (decode_s - model_s) / max(steps, 1) * 1e6,
+    }
 
 
 def run_transformers(job: dict[str, Any]) -> dict[str, float]:

@@ -4,135 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kernels.activation import silu_mul
-from kernels.decode_partials import DecodeWorkspace, new_decode_workspace
-from kernels.decode_plan import DecodePlan, new_decode_plan, plan_decode
 from kernels.fixed_gemm import fixed_linear
 from kernels.norm import rms_norm
-from kernels.paged_decode import paged_decode
 from kernels.prefill import prefill_attention
 from kernels.rope import rope_kv_write, rope_tables
 from kernels.sampler import new_sampler_workspace, sample
 from kernels.sampling_tables import new_sampling_tables
 from kernels.small_gemm import new_gemm_workspace, small_linear
 from kernels.tiles import DecodeTile, PrefillTile, decode_tile
+from ops.bench.kernel_inputs import (
+    DEVICE,
+    DTYPE,
+    QWEN3_8B,
+    ModelShape,
+    decode_plan_for,
+    decode_set,
+    random,
+)
 from ops.bench.kernel_timing import Row, make_row, num_sets, time_calls
-
-DTYPE = torch.bfloat16
-DEVICE = torch.device("cuda")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes of one model, for benchmarks."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_layers: int
-    vocab_size: int
-
-    @property
-    def linear_layers(self) -> list[tuple[str, int, int]]:
-        """(name, N, K) of the merged linear layers of one block."""
-        q_size = self.num_q_heads * self.head_dim
-        qkv = q_size + 2 * self.num_kv_heads * self.head_dim
-        return [
-            ("qkv", qkv, self.hidden),
-            ("o", self.hidden, q_size),
-            ("gate_up", 2 * self.intermediate, self.hidden),
-            ("down", self.hidden, self.intermediate),
-        ]
-
-
-QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 32, 8, 128, 36, 151936)
-QWEN3_06B = ModelShape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 28, 151936)
-SMOLLM2 = ModelShape("smollm2-135m", 576, 1536, 9, 3, 64, 30, 49152)
-
-
-def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Normal bf16 values on the device; never zeros, which run faster than real data."""
-    return torch.randn(*shape, device=DEVICE, dtype=DTYPE) * scale
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeSet:
-    """Inputs of one decode attention call."""
-
-    q: torch.Tensor
-    out: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    tables: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-
-    def run(self, plan: DecodePlan, workspace: DecodeWorkspace, tile: DecodeTile) -> None:
-        """Launch the kernel once."""
-        scale = self.q.shape[2] ** -0.5
-        paged_decode(
-            self.out,
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.tables,
-            self.rows,
-            self.seq_lens,
-            plan,
-            workspace,
-            scale,
-            pdl=True,
-            tile=tile,
-        )
-
-
-def decode_set(
-    seq_lens: list[int], num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int
-) -> DecodeSet:
-    """Random caches behind random block tables."""
-    batch_size = len(seq_lens)
-    max_blocks = -(-max(seq_lens) // block_size)
-    num_blocks = sum(-(-n // block_size) for n in seq_lens)
-    tables = torch.zeros(batch_size, max_blocks, dtype=torch.int32)
-    order = torch.randperm(num_blocks, dtype=torch.int32)
-    used = 0
-    for row, seq_len in enumerate(seq_lens):
-        count = -(-seq_len // block_size)
-        tables[row, :count] = order[used : used + count]
-        used += count
-    cache = (num_blocks, block_size, num_kv_heads, head_dim)
-    q = random(batch_size, num_q_heads, head_dim)
-    return DecodeSet(
-        q=q,
-        out=torch.full_like(q, math.nan),
-        k_cache=random(*cache),
-        v_cache=random(*cache),
-        tables=tables.to(DEVICE),
-        rows=torch.arange(batch_size, dtype=torch.int32, device=DEVICE),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
-    )
-
-
-def decode_plan_for(inputs: DecodeSet, tile: DecodeTile) -> tuple[DecodePlan, DecodeWorkspace]:
-    """A filled plan and its workspace for one batch."""
-    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    num_q_heads, head_dim = inputs.q.shape[1:]
-    num_kv_heads = inputs.k_cache.shape[2]
-    plan = new_decode_plan(
-        len(inputs.rows), tile.tile_tokens, processors * tile.programs_per_sm, 8192, DEVICE
-    )
-    plan_decode(plan, inputs.seq_lens, num_kv_heads)
-    return plan, new_decode_workspace(plan, num_q_heads, num_kv_heads, head_dim)
-
 
 DECODE_CASES: list[tuple[str, list[int], int, int, int, bool]] = [
     # name, lengths, query heads, kv heads, head size, inputs stay in L2

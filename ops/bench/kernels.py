@@ -21,20 +21,21 @@ NO_DEVICE_EXIT = 3
 
 def _rows(groups: set[str]) -> Iterator[object]:
     from ops.bench import kernel_cases as cases
+    from ops.bench import kernel_inputs as inputs
 
     if "decode" in groups:
         for case in cases.DECODE_CASES:
             yield cases.decode_rows(*case)
     if "prefill" in groups:
         for lengths in ([1024], [1024] * 8, [8192]):
-            yield cases.prefill_row(lengths, cases.QWEN3_8B)
-        yield cases.prefill_row([1024] * 8, cases.SMOLLM2)
+            yield cases.prefill_row(lengths, inputs.QWEN3_8B)
+        yield cases.prefill_row([1024] * 8, inputs.SMOLLM2)
     if "chain" in groups:
-        for shape, layers in ((cases.QWEN3_06B, 28), (cases.SMOLLM2, 30), (cases.QWEN3_8B, 12)):
+        for shape, layers in ((inputs.QWEN3_06B, 28), (inputs.SMOLLM2, 30), (inputs.QWEN3_8B, 12)):
             for m in (1, 8, 32, 64):
                 yield cases.chain_row(shape, m, layers)
     if "linear" in groups:
-        for shape in (cases.QWEN3_06B, cases.QWEN3_8B, cases.SMOLLM2):
+        for shape in (inputs.QWEN3_06B, inputs.QWEN3_8B, inputs.SMOLLM2):
             for m in (1, 8, 64):
                 yield from cases.linear_rows(shape, m)
     if "fixed" in groups:
@@ -42,7 +43,7 @@ def _rows(groups: set[str]) -> Iterator[object]:
             yield from cases.fixed_rows(m)
     if "small" in groups:
         for m in (1, 256):
-            yield from cases.small_kernel_rows(cases.QWEN3_8B, m)
+            yield from cases.small_kernel_rows(inputs.QWEN3_8B, m)
         for kind in ("greedy", "random", "filters"):
             for m in (1, 64, 256):
                 yield cases.sampler_row(m, 151936, kind)

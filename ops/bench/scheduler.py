@@ -125,7 +125,11 @@ def measure(num_rows: int, num_steps: int, is_async: bool, block_size: int) -> d
         loop.step(bus, bus)
     gc.enable()
     gc.unfreeze()
-    phases_us = np.diff(np.array(times.readings), axis=1) / 1e3
+    return summary(np.diff(np.array(times.readings), axis=1) / 1e3)
+
+
+def summary(phases_us: np.ndarray) -> dict[str, float]:
+    """Percentiles of the steps. phases_us: [steps, phases]."""
     total_us = phases_us.sum(axis=1)
     result = {
         "total_p50_us": float(np.median(total_us)),
