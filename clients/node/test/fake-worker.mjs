@@ -1,5 +1,6 @@
 // A ROUTER that a test scripts message by message.
 import assert from "node:assert/strict";
+import { setTimeout } from "node:timers/promises";
 import { Router } from "zeromq";
 import { MessageType as T, crc32OfIds, decode, encode } from "../dist/index.js";
 
@@ -16,8 +17,17 @@ export class FakeWorker {
     this.socket = new Router({ linger: 0, receiveTimeout: 10_000 });
   }
 
+  /** The port of a worker that was just closed is free a moment later: libzmq closes behind our back. */
   async bind(address = "tcp://127.0.0.1:*") {
-    await this.socket.bind(address);
+    for (let tries = 1; ; tries++) {
+      try {
+        await this.socket.bind(address);
+        break;
+      } catch (error) {
+        if (error.code !== "EADDRINUSE" || tries === 200) throw error;
+        await setTimeout(25);
+      }
+    }
     this.endpoint = this.socket.lastEndpoint;
     return this;
   }
