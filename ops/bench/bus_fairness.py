@@ -7,7 +7,7 @@ import time
 import numpy as np
 import zmq
 
-from ops.bench.bus_worker import BusWorker
+from ops.bench.bus_worker import BusWorker, cpu_s
 from ops.bench.bus_zmq import BenchClient
 from tokenbus.protocol import MessageType, decode
 
@@ -46,14 +46,18 @@ def measure_flood(num_jobs: int, num_probes: int) -> dict[str, float]:
 def measure_slow_reader(num_clients: int, num_tokens: int) -> dict[str, float]:
     """p99 of the time between two TOKENS messages of one client, over all clients but the first:
     while the first reads, and while it reads nothing. Medians of rounds that take turns, in
-    milliseconds.
+    milliseconds. A few late steps decide a p99, so the broker's work for a step is told as well.
     """
+    num_steps = num_tokens // ROUNDS
     with BusWorker() as worker:
         worker.start_engine(max_num_seqs=num_clients, step_ms=STEP_MS)
         p99_ms: dict[bool, list[float]] = {False: [], True: []}
+        work_s = {False: 0.0, True: 0.0}
         for i in range(2 * ROUNDS):
             is_stuck = bool(i % 2)
-            gaps_ms = _gaps_ms(worker, num_clients, num_tokens // ROUNDS, is_stuck, f"round-{i}")
+            before_s = cpu_s(worker.broker_pid)
+            gaps_ms = _gaps_ms(worker, num_clients, num_steps, is_stuck, f"round-{i}")
+            work_s[is_stuck] += cpu_s(worker.broker_pid) - before_s
             p99_ms[is_stuck].append(float(np.percentile(gaps_ms, 99)))
         fair, stuck = np.median(p99_ms[False]), np.median(p99_ms[True])
     return {
@@ -61,6 +65,8 @@ def measure_slow_reader(num_clients: int, num_tokens: int) -> dict[str, float]:
         "all_read_p99_ms": round(float(fair), 2),
         "one_stuck_p99_ms": round(float(stuck), 2),
         "ratio": round(float(stuck / fair), 3),
+        "all_read_broker_us_per_step": round(1e6 * work_s[False] / (ROUNDS * num_steps)),
+        "one_stuck_broker_us_per_step": round(1e6 * work_s[True] / (ROUNDS * num_steps)),
     }
 
 
