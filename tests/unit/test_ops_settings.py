@@ -141,7 +141,8 @@ def test_variables_that_set_nothing_are_found() -> None:
         (GatewaySettings, ZmqConfig, {"endpoint"}),
         (LimitsSettings, QueueConfig, set()),
         (EngineSettings, EngineConfig, {"model_path", "model_name", "device", "fake"}),
-        (FakeSettings, FakeModel, set()),
+        # How a runner computes, for tests of the scheduler.
+        (FakeSettings, FakeModel, {"chunk_align_tokens", "replays_by_decode"}),
     ],
 )
 def test_sections_have_the_fields_and_defaults_of_the_configurations(
