@@ -35,7 +35,7 @@ class _Followed:
 
     def __init__(self) -> None:
         self.cursor: bytes = b"0"
-        self.read_from: bytes = b"0"  # of the XREAD in flight
+        self.read_from: bytes = b""  # of the XREAD in flight; no cursor is equal to it before one
         self.jobs: list[Job] = []
 
 
