@@ -4,6 +4,7 @@ its own.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -169,7 +170,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert finish == (Finish.STOP if is_stopped else Finish.LENGTH)
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+# A time-out in the middle of an example reads as FlakyStrategyDefinition: leave it room.
+TestSchedulerMachine = pytest.mark.timeout(600)(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(
     max_examples=60,
     stateful_step_count=40,
