@@ -50,7 +50,6 @@ class Residency:
         self.closing: set[int] = set()  # rows that give back KV once no step in flight touches them
         self.new_rows: dict[int, NewRow] = {}  # seated, not yet told to the runner
         self.preemptions = 0
-        self._changes: list[tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]] = []
 
     # --- where plans look for rows ---
 
@@ -79,15 +78,24 @@ class Residency:
         return at < len(self.partial) and self.partial[at] == (order, row)
 
     def take_changes(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Block table entries (rows, columns, ids; int32 [D]) changed since the last call."""
-        if not self._changes:
+        """Block table entries (rows, columns, ids; int32 [D]) that the runner has not been told,
+        each once.
+
+        Read from the tables as they are now: a row may gain, lose and gain blocks between two
+        plans, and only the last of it counts.
+        """
+        t = self.rows
+        rows = np.flatnonzero(t.num_blocks != t.num_told)
+        if len(rows) == 0:
             return _NONE, _NONE, _NONE
-        parts = [
-            np.concatenate(part).astype(np.int32, copy=False)
-            for part in zip(*self._changes, strict=True)
-        ]
-        self._changes.clear()
-        return parts[0], parts[1], parts[2]
+        told = t.num_told[rows]
+        counts = t.num_blocks[rows] - told
+        t.num_told[rows] = t.num_blocks[rows]
+        cols = told
+        if int(counts.sum()) > len(rows):
+            cols = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts - told, counts)
+            rows = np.repeat(rows, counts)
+        return rows.astype(np.int32), cols.astype(np.int32), t.table[rows, cols]
 
     # --- entering ---
 
@@ -164,7 +172,6 @@ class Residency:
             t.phase[row] = Phase.DECODE
         if not t.started[row]:
             t.cached_tokens[row] = min(num_cached, t.request(row).num_prompt_tokens)
-        self._changes.append(([row] * len(table), range(len(table)), table))
         self.place(row)
         return True
 
@@ -217,7 +224,6 @@ class Residency:
             t.table[need, cols] = ids
             t.num_blocks[need] = cols + 1
             t.capacity[need] += t.block_size
-            self._changes.append((need, cols, ids))
             return
         num_claimed = 0
         for row in need[np.argsort(t.order[need])].tolist():
@@ -235,9 +241,7 @@ class Residency:
             self.preempt(victim)
             if victim == row:
                 return 0
-        block = self.blocks.allocate(1)
-        col = self.rows.append_blocks(row, block)
-        self._changes.append(([row], [col], block))
+        self.rows.append_blocks(row, self.blocks.allocate(1))
         return 0
 
     # --- leaving ---

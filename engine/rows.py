@@ -74,6 +74,7 @@ class RowTable:
         self.cached_tokens = _ints(num_rows)  # prompt tokens from the prefix cache, first admission
         self.chunk_end = _ints(num_rows)  # tokens from here on are computed by decode rows
         self.num_blocks = _ints(num_rows)
+        self.num_told = _ints(num_rows)  # leading blocks that the runner's table has
         self.capacity = _ints(num_rows)  # num_blocks * block_size
         self.num_registered = _ints(num_rows)  # leading blocks offered to the prefix cache
         self.next_register = _ints(num_rows)  # (num_registered + 1) * block_size
@@ -169,7 +170,7 @@ class RowTable:
 
     def clear_kv(self, row: int) -> None:
         """Forget the row's blocks (they were given back) and what was computed in them."""
-        self.computed[row] = self.num_blocks[row] = self.capacity[row] = 0
+        self.computed[row] = self.num_blocks[row] = self.num_told[row] = self.capacity[row] = 0
         self.set_registered(row, 0, ROOT)
 
     def set_registered(self, row: int, num_blocks: int, serial: int) -> None:
@@ -180,13 +181,12 @@ class RowTable:
         self.next_register[row] = (num_blocks + 1) * self.block_size
         self.chain[row] = serial
 
-    def append_blocks(self, row: int, blocks: list[int]) -> int:
-        """Extend the row's block table; returns the column of the first new entry."""
+    def append_blocks(self, row: int, blocks: list[int]) -> None:
+        """Extend the row's block table."""
         start = int(self.num_blocks[row])
         self.table[row, start : start + len(blocks)] = blocks
         self.num_blocks[row] = start + len(blocks)
         self.capacity[row] = (start + len(blocks)) * self.block_size
-        return start
 
     def end(self, row: int) -> None:
         """The run is over: its rid means nothing any more; the row waits for the steps in

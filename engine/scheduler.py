@@ -212,8 +212,11 @@ class Scheduler:
         align = t.chunk_align_tokens
         partial = res.partial.copy()
         if lone is not None:
-            has_kv = t.phase[lone] != Phase.PROMPT or t.num_blocks[lone] or res.give_kv(lone)
-            partial = [entry for entry in res.partial if entry[1] == lone] if has_kv else []
+            is_homeless = t.phase[lone] == Phase.PROMPT and not t.num_blocks[lone]
+            if is_homeless and res.give_kv(lone) and t.phase[lone] == Phase.DECODE:
+                t.in_flight[lone] += 1
+                replayed.append(lone)
+            partial = [entry for entry in res.partial if entry[1] == lone]
         can_admit = lone is None
         at = 0
         while budget >= align:

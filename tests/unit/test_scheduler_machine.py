@@ -173,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 # A time-out in the middle of an example reads as FlakyStrategyDefinition: leave it room.
 TestSchedulerMachine = pytest.mark.timeout(600)(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(
-    max_examples=60,
+    max_examples=120,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
