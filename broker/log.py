@@ -1,5 +1,5 @@
-"""Logging of the broker process: readable lines on a terminal, JSON lines otherwise, always to
-stderr.
+"""Logging of the broker and the engine process: readable lines on a terminal, JSON lines otherwise,
+always to stderr.
 """
 
 from __future__ import annotations

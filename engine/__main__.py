@@ -14,12 +14,12 @@ from pathlib import Path
 
 import structlog
 
+from broker.log import configure_logging
 from broker.ring.errors import LinkError, RingError
 from broker.ring.link import EngineLink, connect_engine
 from broker.ring.records import Kind, encode_json
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, LinkLost, ModelError
-from engine.log import configure_logging
 from engine.loop import EngineLoop, LoopEnd, freeze_heap
 from engine.mailbox import LinkMailbox, StopSignal
 from engine.plan import Runner

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
-from engine.outcome import Flight
+from engine.flight import Flight
 from engine.rows import Phase, RowTable
 
 

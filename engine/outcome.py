@@ -1,6 +1,4 @@
-"""A step between its launch and its result, and what its tokens mean for the rows: kept,
-published, or an end.
-"""
+"""What the tokens of a step mean for the rows: kept, published, or an end."""
 
 from __future__ import annotations
 
@@ -10,28 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.ring.records import Finish, LongArray
-from engine.plan import IntArray, StepPlan, StepResult
+from engine.flight import Flight
+from engine.plan import IntArray, StepResult
 from engine.prefix import distrust_row, register_next_blocks
 from engine.residency import Residency
 from engine.rows import STOP_WIDTH, RowIndex
 
 _STOP, _LENGTH, _ERROR = int(Finish.STOP), int(Finish.LENGTH), int(Finish.ERROR)
 _REGISTER_PER_STEP = 32  # rows that enter a full output block into the prefix cache in one step
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step that was planned and is not completed yet.
-
-    rows, sample_rows: int64; rows of the plan, and those that yield a token, in order.
-    started_rows: rows that give their first token with this step.
-    """
-
-    plan: StepPlan
-    rows: RowIndex
-    sample_rows: RowIndex
-    started_rows: list[int]
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from engine.block_manager import BlockManager, Match
 from engine.errors import IntegrityError
-from engine.plan import IntArray, NewRow
+from engine.plan import NewRow
 from engine.prefix import register_full_blocks
 from engine.request import Request, WaitingQueue, without_row
 from engine.rows import Phase, RowIndex, RowTable
@@ -77,25 +77,11 @@ class Residency:
         at = bisect_left(self.partial, (order, row))
         return at < len(self.partial) and self.partial[at] == (order, row)
 
-    def take_changes(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Block table entries (rows, columns, ids; int32 [D]) that the runner has not been told,
-        each once.
-
-        Read from the tables as they are now: a row may gain, lose and gain blocks between two
-        plans, and only the last of it counts.
-        """
-        t = self.rows
-        rows = np.flatnonzero(t.num_blocks != t.num_told)
-        if len(rows) == 0:
-            return _NONE, _NONE, _NONE
-        told = t.num_told[rows]
-        counts = t.num_blocks[rows] - told
-        t.num_told[rows] = t.num_blocks[rows]
-        cols = told
-        if int(counts.sum()) > len(rows):
-            cols = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts - told, counts)
-            rows = np.repeat(rows, counts)
-        return rows.astype(np.int32), cols.astype(np.int32), t.table[rows, cols]
+    def take_new_rows(self) -> tuple[NewRow, ...]:
+        """Rows seated since the last call, which the runner has not been told."""
+        new_rows = tuple(self.new_rows.values())
+        self.new_rows.clear()
+        return new_rows
 
     # --- entering ---
 
@@ -307,6 +293,3 @@ class Residency:
         t = self.rows
         last = np.flatnonzero(t.phase == Phase.FULL).tolist()
         return self.blocks.count_reclaimable([t.blocks_of(r) for r in {*self.closing, *last}])
-
-
-_NONE: IntArray = np.zeros(0, np.int32)

@@ -51,10 +51,8 @@ class RowTable:
     """Arrays indexed by row, for as many rows and tokens as a runner has room for."""
 
     def __init__(self, info: RunnerInfo) -> None:
-        num_rows, max_len = info.max_num_seqs, max_tokens_in_cache(info)
-        block_size = info.block_size
-        self.num_rows = num_rows
-        self.block_size = block_size
+        num_rows = self.num_rows = info.max_num_seqs
+        block_size = self.block_size = info.block_size
         self.chunk_align_tokens = info.chunk_align_tokens
         self.replays_by_decode = info.replays_by_decode
         # Blocks in the shortest prefix that both a block and a piece of a prompt end with.
@@ -84,16 +82,20 @@ class RowTable:
         self.stop_ids = np.full((STOP_WIDTH, num_rows), -1, np.int32)
         self.max_stop_ids = 0  # most stop ids of a row since the table was last empty
         self.many_stop_ids: dict[int, frozenset[int]] = {}  # rows with more than STOP_WIDTH
-        self.tokens = np.zeros((num_rows, max_len), np.int32)
-        self.flat_tokens = self.tokens.reshape(-1)
-        self.token_offset = np.arange(num_rows, dtype=np.int64) * max_len
-        self.table = np.zeros((num_rows, -(-max_len // block_size)), np.int32)
+        self._make_tables(max_tokens_in_cache(info))
         self.salt = [0] * num_rows
         self.tail: list[KeyTail] = [NO_TAIL] * num_rows
         self.chain = [ROOT] * num_rows  # prefix cache serial of the last registered block
         self.requests: list[Request | None] = [None] * num_rows
         self.row_of: dict[int, int] = {}  # live runs only
         self._free = list(range(num_rows - 1, -1, -1))
+
+    def _make_tables(self, max_len: int) -> None:
+        """Token ids and block tables, with room for `max_len` tokens a row."""
+        self.tokens = np.zeros((self.num_rows, max_len), np.int32)
+        self.flat_tokens = self.tokens.reshape(-1)
+        self.token_offset = np.arange(self.num_rows, dtype=np.int64) * max_len
+        self.table = np.zeros((self.num_rows, -(-max_len // self.block_size)), np.int32)
 
     @property
     def num_free(self) -> int:
@@ -188,6 +190,25 @@ class RowTable:
         self.num_blocks[row] = start + len(blocks)
         self.capacity[row] = (start + len(blocks)) * self.block_size
 
+    def take_changes(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Block table entries (rows, columns, ids; int32 [D]) that the runner has not been told,
+        each once.
+
+        Read from the tables as they are now: a row may gain, lose and gain blocks between two
+        plans, and only the last of it counts.
+        """
+        rows = np.flatnonzero(self.num_blocks != self.num_told)
+        if len(rows) == 0:
+            return _NONE, _NONE, _NONE
+        told = self.num_told[rows]
+        counts = self.num_blocks[rows] - told
+        self.num_told[rows] = self.num_blocks[rows]
+        cols = told
+        if int(counts.sum()) > len(rows):
+            cols = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts - told, counts)
+            rows = np.repeat(rows, counts)
+        return rows.astype(np.int32), cols.astype(np.int32), self.table[rows, cols]
+
     def end(self, row: int) -> None:
         """The run is over: its rid means nothing any more; the row waits for the steps in
         flight.
@@ -221,3 +242,6 @@ class RowTable:
             stop_token_ids=request.stop_token_ids,
             min_position=request.min_position,
         )
+
+
+_NONE: IntArray = np.zeros(0, np.int32)

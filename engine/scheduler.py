@@ -17,9 +17,10 @@ import numpy as np
 from broker.ring.records import Finish, Reject, Submit
 from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
+from engine.flight import Flight, make_flight
 from engine.integrity import check_books
-from engine.outcome import Flight, Outcome, take_tokens
-from engine.plan import IntArray, RunnerInfo, StepPlan, StepResult
+from engine.outcome import Outcome, take_tokens
+from engine.plan import RunnerInfo, StepPlan, StepResult
 from engine.prefix import register_full_blocks
 from engine.request import accept
 from engine.residency import Residency
@@ -128,7 +129,10 @@ class Scheduler:
             decode = np.concatenate([decode, np.array(replayed, np.int64)])
         if len(decode) == 0 and not chunks:
             return None
-        return self._build(decode, chunks)
+        flight = make_flight(self._next_step_id, self._residency, decode, chunks)
+        self._next_step_id += 1
+        self._flights.append(flight)
+        return flight.plan
 
     def launched(self) -> None:
         """The last plan was launched: blocks that it fills may now be shared."""
@@ -243,72 +247,3 @@ class Scheduler:
             budget -= num_new
             chunks.append((row, num_new))
         return chunks, replayed
-
-    def _build(self, decode: RowIndex, chunks: list[tuple[int, int]]) -> StepPlan:
-        """Make the plan, move the rows on by what it computes, and note it as in flight."""
-        t = self.rows
-        num_decode = len(decode)
-        rows = decode
-        num_new = np.ones(num_decode + len(chunks), np.int32)
-        sample = np.ones(num_decode + len(chunks), np.bool_)
-        if chunks:
-            chunk_rows, chunk_lens = zip(*chunks, strict=True)
-            rows = np.concatenate([decode, np.array(chunk_rows, np.int64)])
-            num_new[num_decode:] = chunk_lens
-        num_tokens = num_decode + sum(length for _, length in chunks)
-        num_computed = t.computed[rows]
-        done = num_computed + num_new
-        if chunks or t.replays_by_decode:
-            sample = done == t.length[rows]
-        sample_rows = rows[sample] if chunks or t.replays_by_decode else rows
-        started = self._move_on(decode, chunks, rows, done, sample_rows)
-        block_rows, block_cols, block_ids = self._residency.take_changes()
-        new_rows = tuple(self._residency.new_rows.values())
-        self._residency.new_rows.clear()
-        plan = StepPlan(
-            step_id=self._next_step_id,
-            new_rows=new_rows,
-            block_rows=block_rows,
-            block_cols=block_cols,
-            block_ids=block_ids,
-            rows=rows.astype(np.int32),
-            num_computed=num_computed,
-            num_new=num_new,
-            sample=sample,
-            num_decode=num_decode,
-        )
-        self._next_step_id += 1
-        self._flights.append(Flight(plan, rows, sample_rows, started, num_tokens))
-        return plan
-
-    def _move_on(
-        self,
-        decode: RowIndex,
-        chunks: list[tuple[int, int]],
-        rows: RowIndex,
-        done: IntArray,
-        sample_rows: RowIndex,
-    ) -> list[int]:
-        """Count the step's tokens as computed and sampled; returns rows that give their first
-        token.
-        """
-        t, res = self.rows, self._residency
-        t.computed[rows] = done
-        if chunks:
-            first, ends = len(decode), np.minimum(t.length[rows], t.chunk_end[rows])
-            for row in rows[first:][done[first:] == ends[first:]].tolist():
-                res.displace(row)
-                t.phase[row] = Phase.DECODE
-                res.place(row)
-        length = t.length[sample_rows] + 1
-        t.length[sample_rows] = length
-        new = ~t.started[sample_rows]
-        started: list[int] = []
-        if np.count_nonzero(new):
-            started = sample_rows[new].tolist()
-            t.started[started] = True
-        last = sample_rows[length >= t.limit[sample_rows]]
-        if len(last):
-            t.phase[last] = Phase.FULL
-            t.decodable[last] = False
-        return started

@@ -61,7 +61,7 @@ def test_a_block_overwritten_under_a_row_is_noticed() -> None:
     harness = Harness(make_runner())
     harness.submit(1, [1] * 6, 9)
     harness.step()
-    harness.runner._kv_token[harness.scheduler.rows.table[0, 0] * 4] = 50
+    harness.runner._memory.kv_token[harness.scheduler.rows.table[0, 0] * 4] = 50
     with pytest.raises(PlanError, match="reads KV of other tokens"):
         harness.step()
 
@@ -70,7 +70,7 @@ def test_a_prefix_of_another_run_in_the_table_is_noticed() -> None:
     harness = Harness(make_runner())
     harness.submit(1, [1, 2, 3, 4, 8], 9)
     harness.step()
-    harness.runner._kv_sum[harness.scheduler.rows.table[0, 0] * 4 + 2] += np.uint64(1)
+    harness.runner._memory.kv_sum[harness.scheduler.rows.table[0, 0] * 4 + 2] += np.uint64(1)
     with pytest.raises(PlanError, match="KV of another prefix"):
         harness.step()
 

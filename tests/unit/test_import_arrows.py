@@ -27,6 +27,7 @@ ALLOWED = {
     "engine": {
         "kernels",
         "broker.ring",
+        "broker.log",
         "numpy",
         "torch",
         "safetensors",

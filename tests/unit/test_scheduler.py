@@ -367,11 +367,11 @@ def test_a_row_that_loses_its_blocks_and_gets_others_is_told_of_the_last_ones_on
     residency.preempt(row)
     assert residency.give_kv(row)
     residency.grow(np.array([row]))
-    rows, cols, block_ids = residency.take_changes()
+    rows, cols, block_ids = residency.rows.take_changes()
     assert rows.tolist() == [row] * 4
     assert cols.tolist() == [0, 1, 2, 3]
     assert block_ids.tolist() == table.blocks_of(row)
-    assert [len(part) for part in residency.take_changes()] == [0, 0, 0]
+    assert [len(part) for part in residency.rows.take_changes()] == [0, 0, 0]
 
 
 @BOTH
