@@ -58,7 +58,6 @@ MEANINGS = {
     "kv.exhausted": "running jobs were put back for want of KV cache blocks",
     "ledger.draining": "no new jobs; the running ones have drain_ms",
     "memory.planned": "what goes where in GPU memory",
-    "model.default_ignored": "a sampling default of the model that has no counterpart here",
     "process.crashed": "a process of the worker died",
     "process.restarting": "it is started again after a delay",
     "process.started": "a process of the worker was started",

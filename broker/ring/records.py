@@ -71,6 +71,13 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a penalty is other than neutral, so the choice depends on the tokens so far."""
+        return self.repetition_penalty != 1.0 or bool(
+            self.presence_penalty or self.frequency_penalty
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:

@@ -6,6 +6,7 @@ Loads from a Hugging Face directory, a GGUF file, or nothing (the fake model). N
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 from tokenizers import Tokenizer
 
 from broker.text.chat import ChatTemplate
@@ -21,8 +21,6 @@ from broker.text.gguf_metadata import read_metadata
 from broker.text.gguf_tokenizer import tokenizer_from_gguf
 from broker.text.vocabulary import Vocabulary, letters, vocabulary_of
 from tokenbus.errors import Unsupported
-
-log = structlog.get_logger("broker.text")
 
 IntArray = npt.NDArray[np.int32]
 NO_LENGTH_KNOWN = 1 << 30  # the engine's own limit follows with its READY
@@ -44,6 +42,7 @@ class Defaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +200,23 @@ def _eos_ids(
 
 
 def _defaults(generation: Mapping[str, Any]) -> Defaults:
-    if generation.get("do_sample") is False:
-        return Defaults()
-    for name, neutral in (("repetition_penalty", 1.0),):
-        if generation.get(name, neutral) != neutral:
-            log.warning("model.default_ignored", option=name, value=generation[name])
-    blank = Defaults()
+    blank = Defaults(repetition_penalty=_repetition_penalty(generation))
+    if generation.get("do_sample") is False:  # greedy; a penalty acts on that too
+        return blank
     return Defaults(
         temperature=float(generation.get("temperature") or blank.temperature),
         top_p=float(generation.get("top_p") or blank.top_p),
         top_k=max(0, int(generation.get("top_k") or blank.top_k)),
         min_p=float(generation.get("min_p") or blank.min_p),
+        repetition_penalty=blank.repetition_penalty,
     )
+
+
+def _repetition_penalty(generation: Mapping[str, Any]) -> float:
+    value = generation.get("repetition_penalty")
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        message = f"generation_config.json: repetition_penalty is {value!r}, expected above 0"
+        raise Unsupported(message, field="model")
+    return float(value)

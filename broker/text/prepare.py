@@ -17,7 +17,9 @@ from tokenbus.errors import InvalidField, TooLong, UnknownModel, Unsupported
 from tokenbus.request import JobRequest, SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures under it count as 0
-_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_LEAST_REPETITION_PENALTY = 1e-30
+"""Smaller ones count as this: logits divided by it, and by the smallest temperature, stay finite in
+float32, and the order of the tokens is what it would be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +111,18 @@ def _check_ids(field: str, ids: Sequence[int] | IntArray, vocab_size: int) -> No
 
 
 def _sampling(params: SamplingParams, model: TextModel, vocab_size: int) -> Sampling:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(params, name)
-        if value is not None and value != neutral:
-            message = f"{name}: penalties are not supported by this worker yet"
-            raise Unsupported(message, field=name)
     defaults = model.defaults
     temperature = defaults.temperature if params.temperature is None else params.temperature
+    repetition = params.repetition_penalty
+    if repetition is None:
+        repetition = defaults.repetition_penalty
     return Sampling(
         seed=params.seed or 0,
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=defaults.top_p if params.top_p is None else params.top_p,
         min_p=defaults.min_p if params.min_p is None else params.min_p,
         top_k=min(defaults.top_k if params.top_k is None else params.top_k, vocab_size),
+        repetition_penalty=max(repetition, _LEAST_REPETITION_PENALTY),
+        presence_penalty=params.presence_penalty or 0.0,
+        frequency_penalty=params.frequency_penalty or 0.0,
     )

@@ -30,6 +30,8 @@ def sample(
     finite.
     """
     bad = ~torch.isfinite(logits.sum(dim=1)).numpy()  # a NaN or an infinity survives any sum
+    if tables.penalties:
+        _penalise(logits, rows, positions, tables)
     for i in np.flatnonzero(positions < tables.min_position[rows]):
         logits[i, tables.stop_ids[rows[i]].astype(np.int64)] = -torch.inf
     tokens: IntArray = logits.argmax(dim=1).numpy().astype(np.int32)
@@ -37,6 +39,13 @@ def sample(
     for i in np.flatnonzero(warm & ~bad):
         tokens[i] = sample_row(logits[i].numpy(), int(rows[i]), int(positions[i]), tables)
     return tokens, bad
+
+
+def _penalise(logits: torch.Tensor, rows: IntArray, positions: IntArray, tables: RowTables) -> None:
+    for i, row in enumerate(rows.tolist()):
+        penalties = tables.penalties.get(row)
+        if penalties is not None:
+            penalties.apply(logits[i].numpy(), tables.tokens[row, : positions[i]])
 
 
 def sample_row(logits: FloatArray, row: int, position: int, tables: RowTables) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from engine.cpu.penalties import RowPenalties
 from engine.plan import IntArray, NewRow, StepPlan
 
 LongArray = npt.NDArray[np.int64]
@@ -15,7 +16,8 @@ class RowTables:
     """What the runner remembers about each row between steps.
 
     tokens int32 [rows, positions]; blocks int64 [rows, columns]; the rest [rows]. stop_ids holds
-    the ids that may not be sampled below `min_position`, by row.
+    the ids that may not be sampled below `min_position`, by row. penalties has the rows whose run
+    asks for any.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, pad: int) -> None:
@@ -30,6 +32,7 @@ class RowTables:
         self.top_k: IntArray = np.zeros(max_num_seqs, np.int32)
         self.min_position: IntArray = np.zeros(max_num_seqs, np.int32)
         self.stop_ids: list[IntArray] = [np.zeros(0, np.int32)] * max_num_seqs
+        self.penalties: dict[int, RowPenalties] = {}
         self._pad = pad
 
     def apply(self, plan: StepPlan) -> LongArray:
@@ -58,3 +61,7 @@ class RowTables:
         self.top_k[row] = sampling.top_k
         self.min_position[row] = new.min_position
         self.stop_ids[row] = new.stop_token_ids
+        if sampling.has_penalties:
+            self.penalties[row] = RowPenalties(sampling, new.num_prompt_tokens)
+        else:
+            self.penalties.pop(row, None)

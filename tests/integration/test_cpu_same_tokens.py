@@ -25,7 +25,14 @@ CASES = json.loads(
 LENGTHS = {1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 47, 63, 64, 65, 129, 200}
 PROMPTS = [case["prompt"] for case in CASES if len(case["prompt"]) in LENGTHS]
 SAMPLING = [
-    Sampling(seed=100 + i, temperature=0.8 * (i % 2), top_p=0.95) for i in range(len(PROMPTS))
+    Sampling(
+        seed=100 + i,
+        temperature=0.8 * (i % 2),
+        top_p=0.95,
+        repetition_penalty=1.2 if i % 4 > 1 else 1.0,
+        frequency_penalty=0.3 if i % 4 > 2 else 0.0,
+    )
+    for i in range(len(PROMPTS))
 ]
 NEW_TOKENS = 24
 
@@ -50,7 +57,9 @@ def runner() -> Runner:
 
 @pytest.fixture(scope="module")
 def undisturbed(runner: Runner) -> list[list[int]]:
-    """What each of 16 runs gives beside the others; half greedy, half at temperature 0.8."""
+    """What each of 16 runs gives beside the others; half greedy, half at temperature 0.8, half with
+    penalties.
+    """
     assert len(PROMPTS) == runner.info.max_num_seqs == 16
     return generate(runner, PROMPTS, NEW_TOKENS, SAMPLING)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,12 @@ def test_a_hugging_face_directory_gives_defaults_template_and_end_tokens(tmp_pat
     config = {"vocab_size": 300, "max_position_embeddings": 64, "eos_token_id": 7}
     files: dict[str, Any] = {
         "config.json": config,
-        "generation_config.json": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        "generation_config.json": {
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.95,
+            "repetition_penalty": 1.05,
+        },
         "tokenizer_config.json": {
             "eos_token": {"content": "<end>"},
             "chat_template": "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
@@ -218,13 +224,18 @@ def test_a_hugging_face_directory_gives_defaults_template_and_end_tokens(tmp_pat
         (tmp_path / name).write_text(json.dumps(value))
     model = load_text_model(str(tmp_path))
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (300, 64, (7,))
-    assert model.defaults == Defaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
+    assert model.defaults == Defaults(0.6, 0.95, top_k=20, min_p=0.0, repetition_penalty=1.05)
     assert model.chat is not None
     assert model.chat.render([{"role": "user", "content": "hi"}]) == "hi<end>"
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6], "do_sample": false}')
+    greedy = {"eos_token_id": [5, 6], "do_sample": False, "top_k": 9, "repetition_penalty": 1.2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(greedy))
     model = load_text_model(str(tmp_path))
     assert model.eos_token_ids == (5, 6)
-    assert model.defaults.temperature == 0.0
+    assert model.defaults == Defaults(repetition_penalty=1.2)
+    for value in ("0", "-1", "NaN", "true", '"1.1"'):
+        (tmp_path / "generation_config.json").write_text(f'{{"repetition_penalty": {value}}}')
+        with pytest.raises(Unsupported, match="repetition_penalty"):
+            load_text_model(str(tmp_path))
 
 
 # ------------------------------------------------------------ chat templates
@@ -282,9 +293,6 @@ def job(**fields: Any) -> JobRequest:
         (job(prompt="x" * 20), TooLong, "prompt"),
         (job(input_ids=(1,) * 25), TooLong, "input_ids"),
         (job(have=(1, 200)), InvalidField, "have[1]"),
-        (job(params={"repetition_penalty": 1.1}), Unsupported, "repetition_penalty"),
-        (job(params={"presence_penalty": 0.5}), Unsupported, "presence_penalty"),
-        (job(params={"frequency_penalty": -0.5}), Unsupported, "frequency_penalty"),
     ],
 )
 def test_a_request_that_cannot_run_is_an_error_naming_the_field(
@@ -309,14 +317,29 @@ def test_end_of_sequence_ids_are_added_unless_ignored() -> None:
 
 
 def test_sampling_takes_the_models_defaults_where_the_request_is_silent() -> None:
-    model = TextModel(**{
-        **{name: getattr(FAKE, name) for name in TextModel.__slots__},
-        "defaults": Defaults(temperature=0.7, top_k=40),
-    })  # fmt: skip
+    model = replace(FAKE, defaults=Defaults(temperature=0.7, top_k=40))
     sampling = prepare(job(params={"top_k": 5, "seed": 11}), model).sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.7, 5, 11)
     assert prepare(job(params={"temperature": 1e-8}), model).sampling.temperature == 0.0
     assert prepare(job(params={"top_k": 10**6})).sampling.top_k == 100
+
+
+def test_penalties_reach_the_sampler_with_the_models_repetition_penalty_as_default() -> None:
+    given = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    sampling = prepare(job(params=given)).sampling
+    assert {name: getattr(sampling, name) for name in given} == given
+    assert sampling.has_penalties
+    assert not prepare(job()).sampling.has_penalties
+    model = replace(FAKE, defaults=Defaults(repetition_penalty=1.05))
+    assert prepare(job(), model).sampling.repetition_penalty == 1.05
+    assert not prepare(job(params={"repetition_penalty": 1.0}), model).sampling.has_penalties
+
+
+def test_a_repetition_penalty_too_small_for_float32_is_the_smallest_that_keeps_logits_finite() -> (
+    None
+):
+    penalty = prepare(job(params={"repetition_penalty": 1e-300})).sampling.repetition_penalty
+    assert np.isfinite(np.float32(100.0) / np.float32(penalty) / np.float32(1e-5))
 
 
 def test_another_models_name_is_refused() -> None:

@@ -31,7 +31,16 @@ PROMPTS = [
     np.random.default_rng(length).integers(3, VOCAB, length).tolist()
     for length in (1, 40, 50, 63, 64, 65, 120, 150)
 ]
-SAMPLING = [Sampling(seed=i, temperature=0.8 * (i % 2)) for i in range(len(PROMPTS))]
+SAMPLING = [
+    Sampling(
+        seed=i,
+        temperature=0.8 * (i % 2),
+        repetition_penalty=1.3 if i % 4 > 1 else 1.0,
+        presence_penalty=0.2 if i % 4 > 1 else 0.0,
+        frequency_penalty=0.4 if i > 4 else 0.0,
+    )
+    for i in range(len(PROMPTS))
+]
 
 
 def write_packed_gguf(path: Path) -> None:
