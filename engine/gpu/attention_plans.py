@@ -28,7 +28,7 @@ def new_attention_plans(
 ) -> AttentionPlans:
     """Allocate for max_num_seqs rows and every window of the model."""
     tile = decode_tile(spec.head_dim, spec.num_heads // spec.num_kv_heads, dtype)
-    num_sms = _num_processors(device)
+    num_sms = num_processors(device)
     plans = {}
     for window in sorted(set(spec.windows)):
         plan = new_decode_plan(
@@ -43,7 +43,7 @@ def new_attention_plans(
     return AttentionPlans(plans)
 
 
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors; 1 under Triton's interpreter."""
     if device.type != "cuda":
         return 1

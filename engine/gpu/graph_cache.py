@@ -1,7 +1,14 @@
-"""Captured steps by size, made when first needed or in idle moments, in one memory pool."""
+"""Captured steps by size, in one memory pool: made in idle moments, in the order of likely use.
+
+A decode size that is still missing is captured when it comes: the steps that follow need it. A
+prompt is not kept waiting for a capture, which takes longer than launching its kernels one by one:
+it runs uncaptured, and its size comes first in the next idle moment. Where there is none, a size
+that came often is captured in its path, before launching it slowly has cost more than that.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +25,10 @@ from engine.plan import StepPlan
 _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512)
 _PROMPT_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 _PROMPT_ROWS = (1, 8)
+_FEW_ROWS = 8  # decode sizes up to here come before prompts: what a quiet worker needs first
+_PATIENCE = 24
+"""Prompt steps of one size that run uncaptured before one of them pays for the capture (some 110 ms
+against 5 more of host time each)."""
 
 Key = tuple[str, int, int, bool]
 CapturedPlan = DecodeGraph | PromptGraph
@@ -45,6 +56,7 @@ class GraphCache:
         )
         self._prompt_rows = tuple(size for size in _PROMPT_ROWS if size <= limits.max_num_seqs)
         self._graphs: dict[Key, CapturedPlan] = {}
+        self._missed: Counter[Key] = Counter()  # plans that found no graph, by key
         self._pool = torch.cuda.graph_pool_handle()
         self.num_host_ints = max(
             DecodeGraph.num_host_ints(limits.max_num_seqs),
@@ -57,22 +69,24 @@ class GraphCache:
         return len(self._graphs)
 
     def find(self, plan: StepPlan, has_filters: bool) -> CapturedPlan | None:
-        """The graph that takes this plan, captured now if it is the first of its size."""
+        """The graph that takes this plan; None: it has to be launched kernel by kernel."""
         key = self._key(plan, has_filters)
         if key is None:
             return None
         graph = self._graphs.get(key)
         if graph is None:
+            self._missed[key] += 1
+            if key[0] == "prompt" and self._missed[key] < _PATIENCE:
+                return None
             graph = self._capture(key)
         return graph if graph.fits(plan) else None
 
     def capture_one(self) -> bool:
-        """Capture one common size that is still missing; False if there is none."""
-        for key in self._common():
-            if key not in self._graphs:
-                self._capture(key)
-                return True
-        return False
+        """Capture the likeliest size that is still missing; False if there is none."""
+        key = next((key for key in self._likely() if key not in self._graphs), None)
+        if key is not None:
+            self._capture(key)
+        return key is not None
 
     def _key(self, plan: StepPlan, has_filters: bool) -> Key | None:
         num_rows = len(plan.rows)
@@ -87,11 +101,17 @@ class GraphCache:
             return None
         return ("prompt", tokens, rows, has_filters)
 
-    def _common(self) -> Iterator[Key]:
-        for size in reversed(self._decode_sizes):
-            yield ("decode", size, 0, False)
-        for size in self._prompt_tokens:
-            yield ("prompt", size, 1, False)
+    def _likely(self) -> Iterator[Key]:
+        """Sizes worth having: those that were missed, then common ones; with filters only if any
+        request used them."""
+        yield from (key for key, _ in self._missed.most_common())
+        flavours = (False, True) if any(key[3] for key in self._missed) else (False,)
+        few = [size for size in self._decode_sizes if size <= _FEW_ROWS]
+        many = [size for size in self._decode_sizes if size > _FEW_ROWS]
+        for has_filters in flavours:
+            yield from (("decode", size, 0, has_filters) for size in few)
+            yield from (("prompt", size, 1, has_filters) for size in self._prompt_tokens)
+            yield from (("decode", size, 0, has_filters) for size in many)
 
     def _capture(self, key: Key) -> CapturedPlan:
         kind, size, rows, has_filters = key

@@ -77,6 +77,15 @@ class PackedSteps:
             )  # fmt: skip
         return num_sampled
 
+    def warm_up(self) -> None:
+        """Compile the kernels of such steps, by steps of padding: nothing is read or written for
+        them."""
+        max_rows = len(self._seq_lens)
+        for has_filters in (False, True):
+            for num_decode in range(min(max_rows, 3)):
+                chunks = [16, 3][: max_rows - num_decode]
+                self.run(_padding_plan(num_decode, chunks), has_filters)
+
     def _layers(
         self,
         plan: StepPlan,
@@ -97,3 +106,13 @@ class PackedSteps:
         if num_decode < len(rows):
             prompts = PromptWork(num_decode, rows[num_decode:], seq_lens[num_decode:], cu_prompt)
         return self._decoder.packed(a, decode, prompts, sample_tokens, self._buffers.head)
+
+
+def _padding_plan(num_decode: int, chunks: list[int]) -> StepPlan:
+    """Decode rows and prompt chunks that belong to nobody."""
+    num_new = np.array([1] * num_decode + chunks, np.int32)
+    none, padding = np.zeros(0, np.int32), np.full(len(num_new), -1, np.int32)
+    return StepPlan(
+        0, (), none, none, none, padding, np.zeros_like(padding), num_new,
+        np.ones(len(padding), np.bool_), num_decode,
+    )  # fmt: skip

@@ -60,6 +60,7 @@ class GpuRunner:
         self._out_bad = [_pinned(rows, torch.int8) for _ in range(NUM_SLOTS)]
         self._events = [_new_event() for _ in range(NUM_SLOTS)]
         self._next_slot = 0
+        self._is_warm = False
         self._flights: deque[_Flight] = deque()
 
     def launch(self, plan: StepPlan) -> None:
@@ -99,8 +100,15 @@ class GpuRunner:
         return self._buffers.head.logits[index]
 
     def prepare(self) -> bool:
-        """Capture one graph that is still missing, for idle moments; False if there is none."""
-        return not self._flights and self._graphs.capture_one()
+        """One piece of work for an idle moment: compile, or capture a graph; False if none is
+        left."""
+        if self._flights:
+            return False
+        if not self._is_warm:
+            self._is_warm = True
+            self._packed.warm_up()
+            return True
+        return self._graphs.capture_one()
 
     def close(self) -> None:
         """Wait for the device; memory goes with the objects."""

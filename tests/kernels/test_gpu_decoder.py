@@ -142,3 +142,13 @@ def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path
     used[[7, 2, 4]] = True
     written = f.cache.k.isfinite().any(dim=0).flatten(1).any(dim=1).cpu()
     assert torch.equal(written, used)
+
+
+def test_warming_up_the_packed_step_reads_and_writes_no_row(tmp_path) -> None:
+    f = Fixture(tmp_path, FAMILIES["qwen3"], deterministic=False)
+    before = f.tables.token_table.clone()
+    f.buffers.out_tokens.fill_(-7)
+    f.packed.warm_up()
+    assert torch.equal(f.tables.token_table, before)
+    assert f.cache.k.isnan().all(), "a padding token went into the cache"
+    assert (f.buffers.out_tokens == -7).all(), "a padding row was sampled"

@@ -1,0 +1,123 @@
+"""Compiles every kernel that the engine launches, for an H200 that need not be there.
+
+    python -m bench.compile_check [--shapes qwen3-8b ...] [--all]
+
+Runs whole decode and prompt steps on tensors without memory, so each kernel is compiled with the
+very arguments and tiles that it gets in service. Prints those that spill or do not fit (with --all
+all of them) and one JSON line last; exit code 1 if one does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import engine.gpu.attention_plans as attention_plans
+from bench.offline import NUM_PROCESSORS, Compiled, OfflineDriver, compiled_kernels, pretend
+from engine.gpu.activations import Activations
+from engine.gpu.buffers import new_shared_buffers
+from engine.gpu.decode_graph import DecodeGraph
+from engine.gpu.decoder import DecodeWork, GpuDecoder, PromptWork
+from engine.gpu.kv_memory import new_kv_memory
+from engine.gpu.linear import Linears
+from engine.gpu.memory import StepLimits
+from engine.gpu.prompt_graph import PromptGraph
+from engine.gpu.row_tables import RowTables
+from engine.loader import read_spec
+from engine.model.spec import ModelSpec
+from engine.model.weights import assemble, named_shapes
+from kernels.small_gemm import new_gemm_workspace
+from ops.bench.shapes import SHAPES, write_shape
+
+META = torch.device("meta")
+LIMITS = StepLimits(256, 8192, 2048, 64)
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: list[int]) -> None:
+    """Launch decode steps of these sizes, captured prompt steps and one packed step."""
+    weights = assemble(
+        spec,
+        {name: torch.empty(shape, dtype=dtype, device=META) for name, shape in named_shapes(spec)},
+    )
+    tables = RowTables(LIMITS, META)
+    decoder = GpuDecoder(
+        spec, weights, new_kv_memory(spec, 64, LIMITS.block_size, dtype, META),
+        tables.block_table, tables.token_table,
+        Linears(deterministic, new_gemm_workspace(META)),
+    )  # fmt: skip
+    buffers = new_shared_buffers(spec, LIMITS, dtype, META)
+    for size in sizes:
+        for has_filters in (False, True):
+            DecodeGraph(size, has_filters, decoder, tables, buffers, LIMITS.block_size).run()
+    for tokens, rows in ((16, 1), (1024, 1), (2048, 8)):
+        PromptGraph(tokens, rows, False, decoder, tables, buffers, LIMITS.block_size).run()
+    _packed(decoder, buffers.activations.first(600), buffers)
+
+
+def _packed(decoder: GpuDecoder, a: Activations, buffers: object) -> None:
+    def ints(count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int32, device=META)
+
+    plans = buffers.attention.plans  # type: ignore[attr-defined]
+    head = buffers.head  # type: ignore[attr-defined]
+    decode = DecodeWork(ints(5), ints(5), plans)
+    decoder.packed(a, decode, PromptWork(5, ints(3), ints(3), ints(4)), ints(8), head)
+
+
+def check(shapes: list[str], dtypes: list[str], sizes: list[int]) -> OfflineDriver:
+    """Compile all steps of these shapes."""
+    offline = pretend()
+    attention_plans.num_processors = lambda device: NUM_PROCESSORS
+    with tempfile.TemporaryDirectory() as scratch:
+        for shape in shapes:
+            spec = read_spec(write_shape(shape, Path(scratch)))
+            # One layer each: layers of a model launch the same kernels.
+            object.__setattr__(spec, "num_layers", 1)
+            for dtype in dtypes:
+                for deterministic in (False, True):
+                    began = time.monotonic()
+                    steps_of(spec, DTYPES[dtype], deterministic, sizes)
+                    took = time.monotonic() - began
+                    print(
+                        f"{shape} {dtype} deterministic={deterministic}: {took:.0f} s",
+                        file=sys.stderr,
+                    )
+    return offline
+
+
+def _line(kernel: Compiled) -> str:
+    return (
+        f"{kernel.name:<26} {kernel.num_warps} warps {kernel.registers:>4} registers"
+        f" {kernel.stack_bytes:>5} B stack {kernel.shared_bytes:>7} B shared"
+        f" {'wgmma' if kernel.has_wgmma else '     '} {kernel.options}"
+    )
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--all", action="store_true")
+    args = parser.parse_args()
+    offline = check(args.shapes, args.dtypes, args.sizes)
+    kernels = sorted(compiled_kernels(), key=lambda k: (k.name, k.options))
+    bad = [k for k in kernels if not k.fits]
+    for kernel in kernels if args.all else [k for k in kernels if k.stack_bytes or not k.fits]:
+        print(_line(kernel))
+    report = {"kernels": len(kernels), "launches": offline.num_launches}
+    print(json.dumps(report | {"do_not_fit": [asdict(k) for k in bad]}))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Which graph takes a step, and when one is captured; no GPU: captures are only noted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.gpu import graph_cache
+from engine.gpu.graph_cache import GraphCache
+from engine.gpu.memory import StepLimits
+from engine.plan import StepPlan
+from kernels.sampling_tables import new_sampling_tables
+
+LIMITS = StepLimits(64, 4096, 4096, 64)
+NONE = np.zeros(0, np.int32)
+
+
+class Tables:
+    """What a captured step reads when it is made."""
+
+    def __init__(self) -> None:
+        self.block_table = torch.zeros(64, 64, dtype=torch.int32)
+        self.token_table = torch.zeros(64, 64, dtype=torch.int32)
+        self.sampling = new_sampling_tables(64, torch.device("cpu"))
+
+
+@pytest.fixture
+def captured(monkeypatch) -> list[tuple]:
+    """Keys in the order in which they were captured."""
+    keys: list[tuple] = []
+    original = GraphCache._capture
+
+    def capture(self, key):
+        keys.append(key)
+        return original(self, key)
+
+    monkeypatch.setattr(GraphCache, "_capture", capture)
+    monkeypatch.setattr(graph_cache.DecodeGraph, "capture", lambda self, pool: None)
+    monkeypatch.setattr(graph_cache.PromptGraph, "capture", lambda self, pool: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return keys
+
+
+def make_cache() -> GraphCache:
+    return GraphCache(None, Tables(), None, LIMITS)  # type: ignore[arg-type]
+
+
+def plan_of(num_decode: int, *chunks: int) -> StepPlan:
+    num_new = np.array([1] * num_decode + list(chunks), np.int32)
+    rows = np.arange(len(num_new), dtype=np.int32)
+    return StepPlan(
+        1, (), NONE, NONE, NONE, rows, np.zeros_like(rows), num_new,
+        np.ones(len(rows), np.bool_), num_decode,
+    )  # fmt: skip
+
+
+def test_a_decode_step_is_captured_when_it_comes(captured) -> None:
+    cache = make_cache()
+    assert cache.find(plan_of(3), False) is cache.find(plan_of(4), False)
+    assert captured == [("decode", 4, 0, False)]
+
+
+def test_a_prompt_does_not_wait_for_a_capture(captured) -> None:
+    cache = make_cache()
+    assert cache.find(plan_of(0, 1000), False) is None
+    assert captured == []
+    assert cache.capture_one()
+    assert captured == [("prompt", 1024, 1, False)], "what was missed comes first"
+    assert cache.find(plan_of(0, 1000), False) is not None
+
+
+def test_a_prompt_size_that_comes_again_and_again_is_captured_in_its_path(captured) -> None:
+    cache = make_cache()
+    tries = 0
+    while cache.find(plan_of(0, 100, 20), False) is None:
+        tries += 1
+    assert 1 < tries < 100
+    assert captured == [("prompt", 128, 8, False)]
+
+
+def test_idle_moments_capture_everything_common_once_and_small_decode_sizes_first(captured) -> None:
+    cache = make_cache()
+    while cache.capture_one():
+        pass
+    assert len(set(captured)) == len(captured)
+    assert captured[:4] == [("decode", size, 0, False) for size in (1, 2, 4, 8)]
+    assert captured[4][0] == "prompt"
+    assert captured[-1] == ("decode", 64, 0, False)
+    assert not any(key[3] for key in captured), "nobody asked for filters"
+
+
+def test_after_one_request_with_filters_idle_moments_capture_those_too(captured) -> None:
+    cache = make_cache()
+    cache.find(plan_of(1), True)
+    while cache.capture_one():
+        pass
+    assert ("decode", 64, 0, True) in captured
+    assert ("prompt", 1024, 1, True) in captured
+
+
+def test_a_mixed_step_and_a_long_prompt_have_no_graph(captured) -> None:
+    cache = make_cache()
+    assert cache.find(plan_of(1, 30), False) is None
+    assert cache.find(plan_of(0, 4000), False) is None
+    assert captured == []
+    assert cache.capture_one()
+    assert captured == [("decode", 1, 0, False)]
