@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -30,7 +32,9 @@ from ops.cli.options import (
 from ops.cli.output import print_facts, print_json
 
 if TYPE_CHECKING:
-    from tokenbus import JobStatus
+    from tokenbus import AsyncClient
+
+T = TypeVar("T")
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 
@@ -70,7 +74,7 @@ def submit(
 
     [dim]Exit codes:[/dim] 5 no Redis, 6 job refused
     """
-    from ops.cli.streaming import run_client
+    from ops.cli.streaming import print_stream
 
     fields = request_fields(read_prompt(prompt), system, raw=raw) | sampling(
         max_tokens=max_tokens,
@@ -84,19 +88,8 @@ def submit(
         deadline_ms=deadline_ms,
     )
     fields |= {"priority": priority} | ({"tenant": tenant} if tenant else {})
-    settings = client_settings(queue, redis, None, data_dir)
-    run_client(
-        _submit(redis_address(settings), settings.queue, fields, follow=follow, as_json=as_json)
-    )
 
-
-async def _submit(
-    url: str, queue: str, fields: dict[str, Any], *, follow: bool, as_json: bool
-) -> None:
-    from ops.cli.streaming import print_stream
-    from tokenbus import AsyncClient
-
-    async with AsyncClient(redis=url, queue=queue) as client:
+    async def work(client: AsyncClient) -> None:
         job = await client.submit(**fields)
         if as_json:
             print_json({"job": job})
@@ -104,6 +97,8 @@ async def _submit(
             print(job)
         if follow:
             await print_stream(client.tail(job), as_json=as_json)
+
+    _over_redis(redis, queue, data_dir, work)
 
 
 def tail(
@@ -123,18 +118,12 @@ def tail(
 
     [dim]Exit codes:[/dim] 5 no Redis, 6 job failed, 7 no such job
     """
-    from ops.cli.streaming import run_client
-
-    settings = client_settings(queue, redis, None, data_dir)
-    run_client(_tail(redis_address(settings), settings.queue, job, from_seq, as_json=as_json))
-
-
-async def _tail(url: str, queue: str, job: str, from_seq: int, *, as_json: bool) -> None:
     from ops.cli.streaming import print_stream
-    from tokenbus import AsyncClient
 
-    async with AsyncClient(redis=url, queue=queue) as client:
+    async def work(client: AsyncClient) -> None:
         await print_stream(client.tail(job, from_seq=from_seq), as_json=as_json)
+
+    _over_redis(redis, queue, data_dir, work)
 
 
 def cancel(
@@ -150,21 +139,11 @@ def cancel(
 
     [dim]Exit codes:[/dim] 5 no Redis
     """
-    from ops.cli.streaming import run_client
-
-    settings = client_settings(queue, redis, None, data_dir)
-    run_client(_cancel(redis_address(settings), settings.queue, job))
+    _over_redis(redis, queue, data_dir, lambda client: client.cancel(job))
     if as_json:
         print_json({"job": job, "cancel": "requested"})
     else:
         print(f"Asked for the end of {job}; `tokenbus status {job}` shows when it is reached.")
-
-
-async def _cancel(url: str, queue: str, job: str) -> None:
-    from tokenbus import AsyncClient
-
-    async with AsyncClient(redis=url, queue=queue) as client:
-        await client.cancel(job)
 
 
 def status(
@@ -182,18 +161,28 @@ def status(
     """
     from dataclasses import asdict
 
-    from ops.cli.streaming import run_client
-
-    settings = client_settings(queue, redis, None, data_dir)
-    facts = asdict(run_client(_status(redis_address(settings), settings.queue, job)))
+    facts = asdict(_over_redis(redis, queue, data_dir, lambda client: client.status(job)))
     if as_json:
         print_json(facts)
     else:
         print_facts({name: value for name, value in facts.items() if value not in ("", None)})
 
 
-async def _status(url: str, queue: str, job: str) -> JobStatus:
+def _over_redis(
+    redis: str | None,
+    queue: str | None,
+    data_dir: Path | None,
+    work: Callable[[AsyncClient], Coroutine[Any, Any, T]],
+) -> T:
+    """Do something with a client of the Redis door; what it raises ends the command."""
+    from ops.cli.streaming import run_client
     from tokenbus import AsyncClient
 
-    async with AsyncClient(redis=url, queue=queue) as client:
-        return await client.status(job)
+    settings = client_settings(queue, redis, None, data_dir)
+    url = redis_address(settings)
+
+    async def run() -> T:
+        async with AsyncClient(redis=url, queue=settings.queue) as client:
+            return await work(client)
+
+    return run_client(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import AsyncIterator
 
@@ -45,6 +46,45 @@ async def collect(client: AsyncClient, job: str = "j", **options: int) -> str:
     return await client.generate("p", job=job, **options).text()  # type: ignore[arg-type]
 
 
+async def taken(
+    worker: FakeWorker, client: AsyncClient, *, seed: int = 7, **options: int
+) -> asyncio.Task[str]:
+    """The job `j`, which the worker has accepted; the task reads its text."""
+    reading = asyncio.create_task(collect(client, **options))
+    await worker.expect(T.SUBMIT)
+    await worker.accept("j", seed=seed)
+    return reading
+
+
+async def begun(worker: FakeWorker, client: AsyncClient, **options: int) -> asyncio.Task[str]:
+    """The same, and its first token is on its way."""
+    reading = await taken(worker, client, **options)
+    await worker.tokens(("j", 1, [5], "a"))
+    return reading
+
+
+@contextlib.asynccontextmanager
+async def orphaned() -> AsyncIterator[tuple[FakeWorker, asyncio.Task[str]]]:
+    """A job of which the client holds two tokens, and the worker that died with it."""
+    timeouts = Timeouts(give_up_s=30)
+    async with (
+        FakeWorker(heartbeat_ms=400) as worker,
+        AsyncClient(zmq=worker.endpoint, timeouts=timeouts) as client,
+    ):
+        reading = await taken(worker, client, seed=123, max_tokens=8)
+        await worker.tokens(("j", 1, [5, 6], "ab"))
+        await worker.settle()
+        worker.kill()
+        yield worker, reading
+
+
+async def finish(worker: FakeWorker) -> None:
+    """Take the orphaned job and give it its last token."""
+    await worker.accept("j", seed=123, seq=2)
+    await worker.tokens(("j", 3, [7], "c"))
+    await worker.done("j", [5, 6, 7])
+
+
 async def test_tokens_come_in_order_and_done_has_the_rest(
     worker: FakeWorker, client: AsyncClient
 ) -> None:
@@ -66,10 +106,7 @@ async def test_tokens_come_in_order_and_done_has_the_rest(
 async def test_a_hole_is_filled_by_resume_and_a_repeat_is_dropped(
     worker: FakeWorker, client: AsyncClient
 ) -> None:
-    reading = asyncio.create_task(collect(client))
-    await worker.expect(T.SUBMIT)
-    await worker.accept("j")
-    await worker.tokens(("j", 1, [5], "a"))
+    reading = await begun(worker, client)
     await worker.tokens(("j", 1, [5], "a"))
     await worker.tokens(("j", 3, [7], "c"))
     resume = await worker.expect(T.RESUME)
@@ -82,9 +119,7 @@ async def test_a_hole_is_filled_by_resume_and_a_repeat_is_dropped(
 async def test_done_before_its_tokens_asks_for_them(
     worker: FakeWorker, client: AsyncClient
 ) -> None:
-    reading = asyncio.create_task(collect(client))
-    await worker.expect(T.SUBMIT)
-    await worker.accept("j")
+    reading = await taken(worker, client)
     await worker.done("j", [5, 6])
     resume = await worker.expect(T.RESUME)
     assert resume.body["after"] == 0
@@ -139,70 +174,47 @@ async def test_a_refused_job_raises_its_typed_error(
 async def test_an_error_ends_the_stream_with_its_class(
     worker: FakeWorker, client: AsyncClient
 ) -> None:
-    reading = asyncio.create_task(collect(client))
-    await worker.expect(T.SUBMIT)
-    await worker.accept("j")
+    reading = await taken(worker, client)
     await worker.error(EngineLost("gone", retry_ms=1), job="j", attempt=1, seq=0)
     with pytest.raises(EngineLost):
         await reading
 
 
 async def test_a_restarted_worker_goes_on_from_the_tokens_the_client_holds() -> None:
-    async with FakeWorker(heartbeat_ms=400) as first:
-        port = first.port
-        async with AsyncClient(zmq=first.endpoint, timeouts=Timeouts(give_up_s=30)) as client:
-            reading = asyncio.create_task(collect(client, max_tokens=8))
-            await first.expect(T.SUBMIT)
-            await first.accept("j", seed=123)
-            await first.tokens(("j", 1, [5, 6], "ab"))
-            await first.settle()
-            first.kill()
-            async with FakeWorker(boot="boot-2", port=port) as second:
-                submit = await second.expect(T.SUBMIT)
-                assert submit.body == {
-                    "job": "j",
-                    "prompt": "p",
-                    "max_tokens": 8,
-                    "seed": 123,
-                    "have": [5, 6],
-                }
-                await second.accept("j", seed=123, seq=2)
-                await second.tokens(("j", 3, [7], "c"))
-                await second.done("j", [5, 6, 7])
-                assert await reading == "abc"
+    async with (
+        orphaned() as (first, reading),
+        FakeWorker(boot="boot-2", port=first.port) as second,
+    ):
+        submit = await second.expect(T.SUBMIT)
+        assert submit.body == {
+            "job": "j",
+            "prompt": "p",
+            "max_tokens": 8,
+            "seed": 123,
+            "have": [5, 6],
+        }
+        await finish(second)
+        assert await reading == "abc"
     assert first.hellos[0].body["client"] == second.hellos[0].body["client"]
 
 
 async def test_a_hello_that_died_with_its_worker_is_said_to_the_next_one() -> None:
     """The second worker dies between HELLO and WELCOME; ZeroMQ itself reconnects to the third."""
-    async with FakeWorker(heartbeat_ms=400) as first:
-        port = first.port
-        async with AsyncClient(zmq=first.endpoint, timeouts=Timeouts(give_up_s=30)) as client:
-            reading = asyncio.create_task(collect(client, max_tokens=8))
-            await first.expect(T.SUBMIT)
-            await first.accept("j", seed=123)
-            await first.tokens(("j", 1, [5, 6], "ab"))
-            await first.settle()
-            first.kill()
-            async with FakeWorker(boot="boot-2", port=port) as second:
-                second.greets = False
-                await second.expect(T.HELLO)
-            async with asyncio.timeout(10), FakeWorker(boot="boot-3", port=port) as third:
-                await third.expect(T.SUBMIT)
-                await third.accept("j", seed=123, seq=2)
-                await third.tokens(("j", 3, [7], "c"))
-                await third.done("j", [5, 6, 7])
-                assert await reading == "abc"
+    async with orphaned() as (first, reading):
+        async with FakeWorker(boot="boot-2", port=first.port) as second:
+            second.greets = False
+            await second.expect(T.HELLO)
+        async with asyncio.timeout(10), FakeWorker(boot="boot-3", port=first.port) as third:
+            await third.expect(T.SUBMIT)
+            await finish(third)
+            assert await reading == "abc"
 
 
 async def test_a_new_connection_to_the_same_worker_resumes(
     worker: FakeWorker, client: AsyncClient
 ) -> None:
     """ZeroMQ reconnected by itself: the worker does not know the peer and says so."""
-    reading = asyncio.create_task(collect(client))
-    await worker.expect(T.SUBMIT)
-    await worker.accept("j")
-    await worker.tokens(("j", 1, [5], "a"))
+    reading = await begun(worker, client)
     await worker.error(NoSession("who are you?"))
     resume = await worker.expect(T.RESUME)
     assert resume.body == {"job": "j", "after": 1}
@@ -216,10 +228,7 @@ async def test_a_worker_too_busy_to_resume_a_job_is_asked_again(
     worker: FakeWorker, client: AsyncClient
 ) -> None:
     """A durable job after a restart of its broker, which has not found its Redis yet."""
-    reading = asyncio.create_task(collect(client, durable=True))
-    await worker.expect(T.SUBMIT)
-    await worker.accept("j")
-    await worker.tokens(("j", 1, [5], "a"))
+    reading = await begun(worker, client, durable=True)
     await worker.error(NoSession("who are you?"))
     await worker.expect(T.RESUME)
     await worker.error(Busy("Redis cannot be reached now", retry_ms=1_000), job="j")
@@ -245,10 +254,7 @@ async def test_a_silent_worker_is_left_after_three_heartbeats_and_found_again(
     worker: FakeWorker, client: AsyncClient
 ) -> None:
     worker.heartbeat_ms = 200
-    reading = asyncio.create_task(collect(client))
-    await worker.expect(T.SUBMIT)
-    await worker.accept("j")
-    await worker.tokens(("j", 1, [5], "a"))
+    reading = await begun(worker, client)
     while len(worker.hellos) < 2:  # pings go unanswered until the client says HELLO anew
         message = await worker.receive()
         if message.type is T.HELLO:
@@ -289,9 +295,7 @@ async def test_a_worker_that_stays_away_ends_the_job_with_a_retryable_error() ->
     async with FakeWorker(heartbeat_ms=400) as worker:
         timeouts = Timeouts(connect_s=0.3, give_up_s=0.3)
         async with AsyncClient(zmq=worker.endpoint, timeouts=timeouts) as client:
-            reading = asyncio.create_task(collect(client))
-            await worker.expect(T.SUBMIT)
-            await worker.accept("j")
+            reading = await taken(worker, client)
             worker.kill()
             with pytest.raises(BusUnavailable) as caught:
                 await reading
@@ -344,9 +348,7 @@ async def test_cancel_waits_for_the_end_and_the_stream_sees_it(
 async def test_a_cancel_whose_answer_was_lost_is_sent_again(
     worker: FakeWorker, client: AsyncClient
 ) -> None:
-    reading = asyncio.create_task(collect(client))
-    await worker.expect(T.SUBMIT)
-    await worker.accept("j")
+    reading = await taken(worker, client)
     cancelling = asyncio.create_task(client.cancel("j"))
     await worker.expect(T.CANCEL)
     await worker.error(NoSession("who are you?"))
@@ -450,9 +452,7 @@ async def test_a_prompt_over_the_limits_is_refused_before_it_is_sent(
 async def test_garbage_from_a_worker_ends_the_session_not_the_client(
     worker: FakeWorker, client: AsyncClient
 ) -> None:
-    reading = asyncio.create_task(collect(client))
-    await worker.expect(T.SUBMIT)
-    await worker.accept("j")
+    reading = await taken(worker, client)
     await worker.send(T.TOKENS, {"events": [["j", 1, 1, "x", "y"]]})
     await worker.expect(T.RESUME)
     assert len(worker.hellos) == 2
@@ -465,9 +465,7 @@ async def test_a_worker_that_never_resends_is_a_protocol_error(
     worker: FakeWorker, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenbus.zmq_job.RESUME_AGAIN_S", 0.0)
-    reading = asyncio.create_task(collect(client))
-    await worker.expect(T.SUBMIT)
-    await worker.accept("j")
+    reading = await taken(worker, client)
     for _ in range(6):
         await worker.tokens(("j", 9, [5], "a"))
     with pytest.raises(ProtocolError):
@@ -475,21 +473,15 @@ async def test_a_worker_that_never_resends_is_a_protocol_error(
 
 
 async def test_a_worker_that_cannot_continue_is_an_engine_lost() -> None:
-    async with FakeWorker(heartbeat_ms=400) as first:
-        port = first.port
-        async with AsyncClient(zmq=first.endpoint) as client:
-            reading = asyncio.create_task(collect(client))
-            await first.expect(T.SUBMIT)
-            await first.accept("j")
-            await first.tokens(("j", 1, [5], "a"))
-            await first.settle()
-            first.kill()
-            async with FakeWorker(boot="boot-2", port=port) as second:
-                await second.expect(T.SUBMIT)
-                error = {"job": "j", "code": Unsupported.code, "field": "have", "retry": False}
-                await second.send(T.REJECTED, error)
-                with pytest.raises(EngineLost):
-                    await reading
+    async with (
+        orphaned() as (first, reading),
+        FakeWorker(boot="boot-2", port=first.port) as second,
+    ):
+        await second.expect(T.SUBMIT)
+        error = {"job": "j", "code": Unsupported.code, "field": "have", "retry": False}
+        await second.send(T.REJECTED, error)
+        with pytest.raises(EngineLost):
+            await reading
 
 
 async def test_close_ends_open_streams(worker: FakeWorker) -> None:
