@@ -76,16 +76,19 @@ def fold_tiles(
     stride_block,
     stride_token,
     dims,
+    group,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
-    """The part of the nested fold that covers tiles tile_begin .. tile_end - 1."""
+    """The part of the nested fold that covers tiles tile_begin .. tile_end - 1.
+
+    group: tiles of a group, a power of two.
+    """
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -111,7 +114,7 @@ def fold_tiles(
             DOT_PRECISION,
         )
         m_group, l_group, acc_group = fold(m_group, l_group, acc_group, m_tile, l_tile, acc_tile)
-        if ((tile + 1) % GROUP == 0) | (tile + 1 == tile_end):
+        if (((tile + 1) & (group - 1)) == 0) | (tile + 1 == tile_end):
             m, l, acc = fold(m, l, acc, m_group, l_group, acc_group)
             m_group = tl.full([BLOCK_M], float("-inf"), tl.float32)
             l_group = tl.zeros([BLOCK_M], tl.float32)

@@ -50,7 +50,6 @@ def reduce_kernel(
     NUM_Q: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -64,40 +63,40 @@ def reduce_kernel(
     entry_at = entries_ptr + entry * 4
     first_slot = tl.load(entry_at, cache_modifier=".cg").to(tl.int64)
     count = tl.load(entry_at + 1, cache_modifier=".cg")
-    first_tile = tl.load(entry_at + 2, cache_modifier=".cg")
-    per_item = tl.load(entry_at + 3, cache_modifier=".cg")
+    lead = tl.load(entry_at + 2, cache_modifier=".cg")
+    per_group = tl.load(entry_at + 3, cache_modifier=".cg")
     if PDL:
         gdc_wait()
     if count > 1:
         dims = tl.arange(0, BLOCK_D)
         dim_mask = (dims < D)[None, :]
-        per_group = tl.maximum(GROUP // per_item, 1)
-        lead = (first_tile // per_item) % per_group
         m = tl.full([1], float("-inf"), tl.float32)
         l = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, BLOCK_D], tl.float32)
-        for group_begin in range(-lead, count, per_group):
-            m_group = tl.full([1], float("-inf"), tl.float32)
-            l_group = tl.zeros([1], tl.float32)
-            acc_group = tl.zeros([1, BLOCK_D], tl.float32)
-            # Unrolled, so that the loads are in flight together. A missing item counts as empty,
-            # which the fold leaves out exactly.
-            for first in range(0, per_group, UNROLL):
-                for offset in tl.static_range(UNROLL):
-                    item = group_begin + first + offset
-                    is_there = (first + offset < per_group) & (item >= 0) & (item < count)
-                    at = ((first_slot + item) * NUM_Q + head) + tl.zeros([1], tl.int64)
-                    m_item = tl.load(max_sum_ptr + at * 2, mask=is_there, other=float("-inf"))
-                    l_item = tl.load(max_sum_ptr + at * 2 + 1, mask=is_there, other=0.0)
-                    acc_item = tl.load(
-                        acc_ptr + at[:, None] * D + dims[None, :],
-                        mask=dim_mask & is_there,
-                        other=0.0,
-                    )
-                    m_group, l_group, acc_group = fold(
-                        m_group, l_group, acc_group, m_item, l_item, acc_item
-                    )
-            m, l, acc = fold(m, l, acc, m_group, l_group, acc_group)
+        m_group, l_group, acc_group = m, l, acc
+        # Unrolled, so that the loads are in flight together. A missing item counts as empty, which
+        # the folds leave out exactly.
+        for first in range(0, count, UNROLL):
+            for offset in tl.static_range(UNROLL):
+                item = first + offset
+                is_there = item < count
+                at = ((first_slot + item) * NUM_Q + head) + tl.zeros([1], tl.int64)
+                m_item = tl.load(max_sum_ptr + at * 2, mask=is_there, other=float("-inf"))
+                l_item = tl.load(max_sum_ptr + at * 2 + 1, mask=is_there, other=0.0)
+                acc_item = tl.load(
+                    acc_ptr + at[:, None] * D + dims[None, :], mask=dim_mask & is_there, other=0.0
+                )
+                m_group, l_group, acc_group = fold(
+                    m_group, l_group, acc_group, m_item, l_item, acc_item
+                )
+                m_next, l_next, acc_next = fold(m, l, acc, m_group, l_group, acc_group)
+                is_end = (((lead + item + 1) & (per_group - 1)) == 0) | (item + 1 == count)
+                m = tl.where(is_end, m_next, m)
+                l = tl.where(is_end, l_next, l)
+                acc = tl.where(is_end, acc_next, acc)
+                m_group = tl.where(is_end, float("-inf"), m_group)
+                l_group = tl.where(is_end, 0.0, l_group)
+                acc_group = tl.where(is_end, 0.0, acc_group)
         out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
         out_at = out_ptr + entry.to(tl.int64) * out_stride + head * D + dims
         tl.store(out_at[None, :], out, mask=dim_mask)

@@ -1,11 +1,11 @@
 """The work list of decode attention, built on the device once per step from the sequence lengths.
 
 The context of a row is cut into tiles of fixed length and tiles into groups, both counted from
-position 0. A row's result is always the same nested fold: tiles into groups, groups into the row,
-in order. What varies with the load is only how much of that fold one work item does: a tile (few
-rows: use every multiprocessor), a group, or the whole row (many rows: no partial results). So the
-numbers do not depend on the batch, and the choice is made here, on the device, where the lengths
-are.
+position 0; how many tiles make a group follows from the row's own length. A row's result is always
+the same nested fold: tiles into groups, groups into the row, in order. What varies with the load is
+only how much of that fold one work item does: a tile (few rows: use every multiprocessor), a group,
+or the whole row (many rows: no partial results). So the numbers do not depend on the batch, and the
+choice is made here, on the device, where the lengths are.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.pdl import pdl_begin, pdl_options
-
-GROUP_TILES = 16
-"""Tiles in one group of the fold. Part of the numerics: changing it changes low bits."""
+from kernels.tiles import FEW_DECODE_ROWS, DecodeGroups, DecodeTile
 
 NUM_COUNTS = 4
 """int32 fields of DecodePlan.counts: number of items, then three unused to keep the row 16 bytes
@@ -31,24 +29,43 @@ class DecodePlan:
     """Device buffers of a work list; allocated once per batch bucket, refilled every step.
 
     items int32 [max_items, 4]: batch entry, first tile, end tile, slot of the partial result (-1:
-    writes the output). counts int32 [4]: number of items, then unused. entries int32 [B, 4]:
-    first slot, number of items, first tile, tiles per item. tile_tokens: length of a tile.
-    num_programs: programs of the attention kernel. max_slots: partial results that the workspace
-    holds; it also bounds max_items.
+    writes the output). counts int32 [4]: number of items, then unused. entries int32 [B, 4]: first
+    slot, number of items, place of the first item in its group, items per group. tile_tokens,
+    groups: the cut of a row. num_programs: programs of the attention kernel; few_programs: with few
+    rows (`tiles.FEW_DECODE_ROWS`). max_slots: partial results that the workspace holds; it also
+    bounds max_items.
     """
 
     items: torch.Tensor
     counts: torch.Tensor
     entries: torch.Tensor
     tile_tokens: int
+    groups: DecodeGroups
     num_programs: int
+    few_programs: int
     max_slots: int
+
+    def programs(self, num_rows: int) -> int:
+        """Programs of the attention kernel for a batch of so many rows."""
+        return self.few_programs if num_rows <= FEW_DECODE_ROWS else self.num_programs
+
+    def check_tile(self, tile: DecodeTile) -> None:
+        """Raise ValueError unless the tile cuts rows as this plan does."""
+        if (tile.tile_tokens, tile.groups) != (self.tile_tokens, self.groups):
+            raise ValueError(
+                f"plan has tiles of {self.tile_tokens} tokens in {self.groups}, not {tile}"
+            )
 
 
 def new_decode_plan(
-    batch_size: int, tile_tokens: int, num_programs: int, max_slots: int, device: torch.device
+    batch_size: int,
+    tile: DecodeTile,
+    num_programs: int,
+    max_slots: int,
+    device: torch.device,
+    few_programs: int = 0,
 ) -> DecodePlan:
-    """Allocate the buffers of a plan for at most batch_size entries."""
+    """Allocate the buffers of a plan for at most batch_size entries; few_programs 0: as many."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -57,29 +74,37 @@ def new_decode_plan(
         items=zeros(max_slots + batch_size, 4),
         counts=zeros(NUM_COUNTS),
         entries=zeros(batch_size, 4),
-        tile_tokens=tile_tokens,
+        tile_tokens=tile.tile_tokens,
+        groups=tile.groups,
         num_programs=num_programs,
+        few_programs=few_programs or num_programs,
         max_slots=max_slots,
     )
 
 
 @triton.jit
-def _items_of(begins, ends, tiles, PER_ITEM: tl.constexpr):
-    """Work items of each row at PER_ITEM tiles an item."""
-    return tl.where(tiles > 0, (ends + PER_ITEM - 1) // PER_ITEM - begins // PER_ITEM, 0)
+def group_tiles(tiles, UP_TO_16: tl.constexpr, UP_TO_64: tl.constexpr, BEYOND: tl.constexpr):
+    """Tiles of one group for rows that attend to so many tiles; see `tiles.DecodeGroups`."""
+    return tl.where(tiles <= 16, UP_TO_16, tl.where(tiles <= 64, UP_TO_64, BEYOND))
 
 
 @triton.jit
-def _cost(items, share, longest, num_kv_heads, num_programs, max_slots, PER_ITEM: tl.constexpr):
-    """Estimated time of a step in tiles: the even share, a toll per round of items, and the last
-    fold.
+def _items_of(begins, ends, tiles, per_item):
+    """Work items of each row at per_item tiles an item."""
+    return tl.where(tiles > 0, (ends + per_item - 1) // per_item - begins // per_item, 0)
+
+
+@triton.jit
+def _cost(items, share, longest, num_kv_heads, num_programs, max_slots):
+    """Estimated time of a step in tiles: the even share or the longest item, a toll per round of
+    items, and the last fold.
 
     The tolls (0.2 tiles an item, 0.03 a partial result) were fitted to H200 timings at 64-token
     tiles.
     """
     total = tl.sum(items, axis=0)
     rounds = (total * num_kv_heads + num_programs - 1) // num_programs
-    length = tl.maximum(share, tl.minimum(longest, PER_ITEM).to(tl.float32))
+    length = tl.maximum(share, longest.to(tl.float32))
     cost = length + 0.2 * rounds + 0.5 + 0.03 * tl.max(items, axis=0)
     return tl.where(total <= max_slots, cost, 1e30)
 
@@ -97,7 +122,9 @@ def _plan_kernel(
     max_slots,
     window,
     TILE: tl.constexpr,
-    GROUP: tl.constexpr,
+    UP_TO_16: tl.constexpr,
+    UP_TO_64: tl.constexpr,
+    BEYOND: tl.constexpr,
     BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -110,30 +137,27 @@ def _plan_kernel(
     ends = (seq_lens + TILE - 1) // TILE
     begins = tl.where(window > 0, tl.maximum(seq_lens - window, 0) // TILE, 0)
     tiles = ends - begins
-    longest = tl.max(tiles, axis=0)
+    groups = group_tiles(tiles, UP_TO_16, UP_TO_64, BEYOND)
     live_rows = tl.sum((tiles > 0).to(tl.int32), axis=0)
     share = tl.sum(tiles, axis=0).to(tl.float32) * num_kv_heads / num_programs
+    longest = tl.max(tiles, axis=0)
     by_tile = _cost(
-        _items_of(begins, ends, tiles, 1), share, longest, num_kv_heads, num_programs, max_slots, 1
-    )
+        _items_of(begins, ends, tiles, 1), share, tl.minimum(longest, 1),
+        num_kv_heads, num_programs, max_slots,
+    )  # fmt: skip
     by_group = _cost(
-        _items_of(begins, ends, tiles, GROUP),
-        share,
-        longest,
-        num_kv_heads,
-        num_programs,
-        max_slots,
-        GROUP,
-    )
+        _items_of(begins, ends, tiles, groups), share, tl.max(tl.minimum(tiles, groups), axis=0),
+        num_kv_heads, num_programs, max_slots,
+    )  # fmt: skip
     row_rounds = (live_rows * num_kv_heads + num_programs - 1) // num_programs
     by_row = (row_rounds * longest).to(tl.float32)
     best = tl.minimum(tl.minimum(by_tile, by_group), by_row)
-    per_item = 1 << 20  # more tiles than any row has
+    per_items = tl.zeros([BLOCK_B], tl.int32) + (1 << 20)  # more tiles than any row has
     if best < by_row:
-        per_item = GROUP
+        per_items = groups
         if by_tile <= best:
-            per_item = 1
-    counts = tl.where(tiles > 0, (ends + per_item - 1) // per_item - begins // per_item, 0)
+            per_items = tl.full([BLOCK_B], 1, tl.int32)
+    counts = _items_of(begins, ends, tiles, per_items)
     # Full-size items come first, each row's last one after all of them: short items fill the tail.
     heads = tl.maximum(counts - 1, 0)
     head_before = tl.sum(tl.where(entries < entry, heads, 0), axis=0)
@@ -144,12 +168,14 @@ def _plan_kernel(
     count = tl.sum(tl.where(is_own, counts, 0), axis=0)
     begin = tl.sum(tl.where(is_own, begins, 0), axis=0)
     end = tl.sum(tl.where(is_own, ends, 0), axis=0)
+    per_item = tl.sum(tl.where(is_own, per_items, 0), axis=0)
+    per_group = tl.maximum(tl.sum(tl.where(is_own, groups, 0), axis=0) // per_item, 1)
     if entry == 0:
         tl.store(counts_ptr, total_heads + tl.sum(tl.where(counts > 0, 1, 0), axis=0))
     tl.store(entries_ptr + entry * 4, slot_before)
     tl.store(entries_ptr + entry * 4 + 1, count)
-    tl.store(entries_ptr + entry * 4 + 2, begin)
-    tl.store(entries_ptr + entry * 4 + 3, per_item)
+    tl.store(entries_ptr + entry * 4 + 2, (begin // per_item) % per_group)
+    tl.store(entries_ptr + entry * 4 + 3, per_group)
     for first in range(0, count, 128):
         index = first + tl.arange(0, 128)
         mask = index < count
@@ -187,11 +213,13 @@ def plan_decode(
         seq_lens,
         batch_size,
         num_kv_heads,
-        plan.num_programs,
+        plan.programs(batch_size),
         plan.max_slots,
         window,
         TILE=plan.tile_tokens,
-        GROUP=GROUP_TILES,
+        UP_TO_16=plan.groups.up_to_16,
+        UP_TO_64=plan.groups.up_to_64,
+        BEYOND=plan.groups.beyond,
         BLOCK_B=block,
         num_warps=1 if block <= 64 else 4,
         **pdl_options(plan.items, pdl),

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.decode_fold import fold_tiles
 from kernels.decode_partials import DecodeWorkspace, reduce_kernel
-from kernels.decode_plan import GROUP_TILES, DecodePlan
+from kernels.decode_plan import DecodePlan, group_tiles
 from kernels.pdl import pdl_options, prefetch_l2
 from kernels.tiles import DecodeTile, decode_tile
 
@@ -53,7 +53,9 @@ def _paged_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    GROUP: tl.constexpr,
+    UP_TO_16: tl.constexpr,
+    UP_TO_64: tl.constexpr,
+    BEYOND: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -96,6 +98,7 @@ def _paged_decode_kernel(
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
         kv_head = work % NUM_KV
         begin = tl.where(window > 0, tl.maximum(seq_len - window, 0), 0)
+        tiles = (seq_len + TILE - 1) // TILE - begin // TILE
         q_heads = kv_head * GROUP_HEADS + lanes
         row_offsets = q_heads[:, None] * D + dims[None, :]
         q = tl.load(q_ptr + entry.to(tl.int64) * q_stride + row_offsets, mask=q_mask, other=0.0)
@@ -120,9 +123,9 @@ def _paged_decode_kernel(
             stride_block,
             stride_token,
             dims,
+            group_tiles(tiles, UP_TO_16, UP_TO_64, BEYOND),
             BLOCK_SIZE,
             TILE,
-            GROUP,
             D,
             BLOCK_M,
             BLOCK_D,
@@ -182,17 +185,16 @@ def paged_decode(
         scale: usually D ** -0.5.
         window: sliding window in tokens, the query's own included; 0: none.
         pdl: launch while the kernel before still runs.
-        tile: warps and stages; None: from the table. Its length must be the plan's.
+        tile: warps and stages; None: from the table. Its cut of a row must be the plan's.
     """
     _, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     group_heads = num_q_heads // num_kv_heads
     if tile is None:
-        tile = decode_tile(head_dim, group_heads, q.dtype)
-    if tile.tile_tokens != plan.tile_tokens:
-        raise ValueError(f"plan has tiles of {plan.tile_tokens} tokens, not {tile.tile_tokens}")
+        tile = decode_tile(head_dim, group_heads, q.dtype, len(rows))
+    plan.check_tile(tile)
     options = pdl_options(out, pdl)
-    _paged_decode_kernel[(plan.num_programs,)](
+    _paged_decode_kernel[(plan.programs(len(rows)),)](
         out,
         q,
         k_cache,
@@ -218,7 +220,9 @@ def paged_decode(
         BLOCK_M=max(16, triton.next_power_of_2(group_heads)),
         BLOCK_SIZE=block_size,
         TILE=tile.tile_tokens,
-        GROUP=GROUP_TILES,
+        UP_TO_16=tile.groups.up_to_16,
+        UP_TO_64=tile.groups.up_to_64,
+        BEYOND=tile.groups.beyond,
         STAGES=tile.num_stages,
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
@@ -234,7 +238,6 @@ def paged_decode(
         NUM_Q=num_q_heads,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        GROUP=GROUP_TILES,
         UNROLL=8,
         num_warps=1,
         **options,

@@ -13,16 +13,41 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeGroups:
+    """Tiles in one group of decode attention's fold, by the number of tiles that a row attends to.
+
+    Part of the numerics, so it depends on the row's own length alone. Powers of two. A group is
+    also the middle size of a work item: small enough that a few rows of this length fill the GPU,
+    large enough that loads overlap and a row leaves few partial results.
+    """
+
+    up_to_16: int = 2
+    up_to_64: int = 4
+    beyond: int = 8
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeTile:
     """Decode attention: tokens per tile (part of the numerics), warps, pipeline stages, programs
-    per processor, registers per thread (0: as the compiler likes)."""
+    per processor, registers per thread (0: as the compiler likes), groups of the fold (part of the
+    numerics)."""
 
     tile_tokens: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
     max_registers: int = 0
+    groups: DecodeGroups = DecodeGroups()
 
+
+FEW_DECODE_ROWS = 16
+"""Up to here work items are single tiles or short groups: what counts is how many loads are in
+flight over all programs, not inside of one."""
+
+_FEW_ROWS_TILES: dict[tuple[int, int], DecodeTile] = {
+    # (head_dim, element bytes); tile_tokens and groups as in _DECODE_TILES
+    (128, 2): DecodeTile(128, 4, 1, 3, 168),
+}
 
 _DECODE_TILES: dict[tuple[int, int], DecodeTile] = {
     # (head_dim, element bytes)
@@ -37,11 +62,18 @@ _DECODE_TILES: dict[tuple[int, int], DecodeTile] = {
 }
 
 
-def decode_tile(head_dim: int, group_heads: int, dtype: torch.dtype) -> DecodeTile:
-    """Tile of decode attention for a head size, GQA group and data type."""
+def decode_tile(
+    head_dim: int, group_heads: int, dtype: torch.dtype, num_rows: int = 1 << 20
+) -> DecodeTile:
+    """Tile of decode attention for a head size, GQA group and data type.
+
+    num_rows: rows of the batch, which decide how the work is laid out and never what a row's result
+    is.
+    """
     del group_heads  # groups of up to 16 share one tile: M is padded to 16 anyway
-    tile = _DECODE_TILES.get((head_dim, dtype.itemsize))
-    return tile if tile is not None else DecodeTile(32, 4, 2, 2)
+    key = (head_dim, dtype.itemsize)
+    tile = _FEW_ROWS_TILES.get(key) if num_rows <= FEW_DECODE_ROWS else None
+    return tile or _DECODE_TILES.get(key) or DecodeTile(32, 4, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)

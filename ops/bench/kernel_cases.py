@@ -60,7 +60,7 @@ def decode_rows(
 ) -> Row:
     """Decode attention beside SDPA over contiguous keys of the same lengths."""
     if tile is None:
-        tile = decode_tile(head_dim, num_q_heads // num_kv_heads, DTYPE)
+        tile = decode_tile(head_dim, num_q_heads // num_kv_heads, DTYPE, len(seq_lens))
     kv_bytes = 4 * sum(seq_lens) * num_kv_heads * head_dim
     count = 1 if stays_in_cache else num_sets(kv_bytes)
     sets = [decode_set(seq_lens, num_q_heads, num_kv_heads, head_dim, 64) for _ in range(count)]

@@ -115,8 +115,6 @@ def decode_plan_for(inputs: DecodeSet, tile: DecodeTile) -> tuple[DecodePlan, De
     processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     num_q_heads, head_dim = inputs.q.shape[1:]
     num_kv_heads = inputs.k_cache.shape[2]
-    plan = new_decode_plan(
-        len(inputs.rows), tile.tile_tokens, processors * tile.programs_per_sm, 8192, DEVICE
-    )
+    plan = new_decode_plan(len(inputs.rows), tile, processors * tile.programs_per_sm, 8192, DEVICE)
     plan_decode(plan, inputs.seq_lens, num_kv_heads)
     return plan, new_decode_workspace(plan, num_q_heads, num_kv_heads, head_dim)

@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 def decode_with_table_tile(q, caches, rows, seq_lens, num_programs):
     tile = decode_tile(q.shape[2], q.shape[1] // caches[0].shape[2], q.dtype)
     num_kv_heads = caches[0].shape[2]
-    plan = new_decode_plan(len(rows), tile.tile_tokens, num_programs, 4096, q.device)
+    plan = new_decode_plan(len(rows), tile, num_programs, 4096, q.device)
     workspace = new_decode_workspace(plan, q.shape[1], num_kv_heads, q.shape[2])
     out = poisoned(*q.shape, dtype=q.dtype)
     for _ in range(3):  # a race shows as a difference between repeats
@@ -135,7 +135,7 @@ def test_launchers_allocate_nothing_on_the_device() -> None:
     caches = make_cache(2, 256, 16, 8, 128, BF16)
     q, rows, seq_lens = randn(2, 32, 128, dtype=BF16), ints([0, 1]), ints([200, 100])
     tile = decode_tile(128, 4, BF16)
-    plan = new_decode_plan(2, tile.tile_tokens, 264, 256, q.device)
+    plan = new_decode_plan(2, tile, 264, 256, q.device)
     workspace = new_decode_workspace(plan, 32, 8, 128)
     gemm_workspace = new_gemm_workspace(q.device)
     weight, out, y = (

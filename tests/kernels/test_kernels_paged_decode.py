@@ -9,7 +9,7 @@ import torch
 from kernels.decode_partials import new_decode_workspace
 from kernels.decode_plan import new_decode_plan, plan_decode
 from kernels.paged_decode import paged_decode, paged_decode_ref
-from kernels.tiles import DecodeTile
+from kernels.tiles import DecodeGroups, DecodeTile, decode_tile
 from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
 
 TILE = DecodeTile(tile_tokens=16, num_warps=4, num_stages=2, programs_per_sm=1)
@@ -37,7 +37,7 @@ def decode(
 ):
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    plan = new_decode_plan(len(rows), tile.tile_tokens, num_programs, slots, q.device)
+    plan = new_decode_plan(len(rows), tile, num_programs, slots, q.device)
     workspace = new_decode_workspace(plan, num_q_heads, num_kv_heads, head_dim)
     workspace.acc.fill_(float("nan"))
     workspace.max_sum.fill_(float("nan"))
@@ -81,25 +81,67 @@ def test_decode_matches_float64_on_ragged_lengths(
     assert out[2].isnan().all(), "padding was written"
 
 
-def test_a_row_has_the_same_bits_at_every_granularity() -> None:
-    """One tile per item, one group per item and a whole row per item do the same arithmetic."""
+@pytest.mark.parametrize("window", [0, 150])
+def test_a_row_has_the_same_bits_at_every_granularity(window) -> None:
+    """One tile per item, one group per item and a whole row per item do the same arithmetic.
+
+    The rows' groups have 2, 4 and 8 tiles: 10, 61 and 70 tiles of 16 tokens.
+    """
     dtype = DTYPES[-1]
-    caches = make_cache(3, 300, 16, 2, 64, dtype)
+    caches = make_cache(3, 1120, 16, 2, 64, dtype)
     q = randn(3, 4, 64, dtype=dtype, seed=5)
-    rows, seq_lens = ints([0, 1, 2]), ints([291, 130, 16])
-    by_tile = decode(q, *caches, rows, seq_lens, num_programs=64)
-    by_group = decode(q, *caches, rows, seq_lens, num_programs=6)
-    by_row = decode(q, *caches, rows, seq_lens, num_programs=1, slots=1)
-    alone = decode(q[:1].clone(), *caches, rows[:1], seq_lens[:1], num_programs=512)
+    rows, seq_lens = ints([0, 1, 2]), ints([1117, 970, 150])
+    args = (*caches, rows, seq_lens)
+    by_tile = decode(q, *args, num_programs=1024, window=window)
+    by_group = decode(q, *args, num_programs=8 if window else 50, window=window)
+    by_row = decode(q, *args, num_programs=1, slots=1, window=window)
+    alone = decode(q[:1].clone(), *caches, rows[:1], seq_lens[:1], num_programs=512, window=window)
+    expected = paged_decode_ref(q, *args, 0.125, window, dtype=torch.float64)
+    assert relative_error(by_tile, expected) < TOLERANCE[dtype]
     assert torch.equal(by_tile, by_group)
     assert torch.equal(by_tile, by_row)
     assert torch.equal(by_tile[:1], alone)
 
 
+def plan_of(lengths, num_programs, slots=4096, window=0, tile=TILE, num_kv_heads=2, **options):
+    """Item lengths in tiles, as the plan made them."""
+    plan = new_decode_plan(len(lengths), tile, num_programs, slots, torch.device(DEVICE), **options)
+    plan_decode(plan, ints(lengths), num_kv_heads, window)
+    items = plan.items[: int(plan.counts[0])].tolist()
+    return plan, sorted({b - a for _, a, b, _ in items})
+
+
+def test_a_work_item_is_a_tile_a_group_or_a_row_as_the_batch_grows() -> None:
+    """Eight rows of 1,152 tokens over 8 kv heads, at 132 processors: groups of two tiles."""
+    tile = DecodeTile(128, 4, 2, 2)
+    assert plan_of([1152], 264, tile=tile, num_kv_heads=8)[1] == [1]
+    assert plan_of([1152] * 8, 264, tile=tile, num_kv_heads=8)[1] == [1, 2]
+    assert plan_of([1152] * 64, 264, tile=tile, num_kv_heads=8)[1] == [9]
+    # a batch with few rows may get more programs than one with many
+    plan, lengths = plan_of([1152] * 8, 264, tile=tile, num_kv_heads=8, few_programs=528)
+    assert (plan.programs(8), plan.programs(64), lengths) == (528, 264, [1])
+
+
+def test_a_tile_that_cuts_rows_otherwise_is_refused() -> None:
+    plan, _ = plan_of([20], 8)
+    with pytest.raises(ValueError, match="tiles of 16 tokens"):
+        plan.check_tile(DecodeTile(32, 4, 2, 1))
+    with pytest.raises(ValueError, match="tiles of 16 tokens"):
+        plan.check_tile(DecodeTile(16, 4, 2, 1, groups=DecodeGroups(4, 4, 4)))
+    plan.check_tile(DecodeTile(16, 8, 1, 3))
+
+
+def test_every_head_size_is_cut_alike_for_few_rows_and_for_many() -> None:
+    for head_dim in (64, 96, 128, 256):
+        for dtype in (torch.float32, torch.bfloat16):
+            few, many = (decode_tile(head_dim, 4, dtype, n) for n in (1, 256))
+            assert (few.tile_tokens, few.groups) == (many.tile_tokens, many.groups)
+
+
 def test_the_plan_covers_every_tile_once_and_long_items_come_first() -> None:
     seq_lens = ints([291, 0, 130, 16, 700])
     for num_programs, slots in [(256, 512), (6, 512), (1, 8)]:
-        plan = new_decode_plan(5, 16, num_programs, slots, torch.device(DEVICE))
+        plan = new_decode_plan(5, TILE, num_programs, slots, torch.device(DEVICE))
         plan_decode(plan, seq_lens, 2)
         items = plan.items[: int(plan.counts[0])].tolist()
         seen = sorted((entry, tile) for entry, a, b, _ in items for tile in range(a, b))
@@ -120,7 +162,7 @@ def test_the_same_plan_buffers_serve_longer_contexts_later() -> None:
     caches = make_cache(2, 200, 16, 1, 64, dtype)
     q = randn(2, 2, 64, dtype=dtype, seed=5)
     rows, seq_lens = ints([1, 0]), ints([3, 9])
-    plan = new_decode_plan(2, 16, 8, 64, q.device)
+    plan = new_decode_plan(2, TILE, 8, 64, q.device)
     workspace = new_decode_workspace(plan, 2, 1, 64)
     for lengths in ([3, 9], [190, 61], [17, 0]):
         seq_lens.copy_(ints(lengths))
