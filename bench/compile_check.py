@@ -29,7 +29,7 @@ from engine.gpu.kv_memory import new_kv_memory
 from engine.gpu.linear import Linears
 from engine.gpu.memory import StepLimits
 from engine.gpu.prompt_graph import PromptGraph
-from engine.gpu.row_tables import RowTables
+from engine.gpu.row_tables import RowTables, SampleKind
 from engine.loader import read_spec
 from engine.model.spec import ModelSpec
 from engine.model.weights import assemble, named_shapes
@@ -47,7 +47,7 @@ def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: li
         spec,
         {name: torch.empty(shape, dtype=dtype, device=META) for name, shape in named_shapes(spec)},
     )
-    tables = RowTables(LIMITS, META)
+    tables = RowTables(LIMITS, spec.vocab_size, META)
     decoder = GpuDecoder(
         spec, weights, new_kv_memory(spec, 64, LIMITS.block_size, dtype, META),
         tables.block_table, tables.token_table,
@@ -55,10 +55,13 @@ def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: li
     )  # fmt: skip
     buffers = new_shared_buffers(spec, LIMITS, dtype, META)
     for size in sizes:
-        for has_filters in (False, True):
-            DecodeGraph(size, has_filters, decoder, tables, buffers, LIMITS.block_size).run()
+        for kind in SampleKind:
+            DecodeGraph(size, kind, decoder, tables, buffers, LIMITS.block_size).run()
     for tokens, rows in ((16, 1), (1024, 1), (2048, 8)):
-        PromptGraph(tokens, rows, False, decoder, tables, buffers, LIMITS.block_size).run()
+        PromptGraph(
+            tokens, rows, SampleKind.PLAIN, decoder, tables, buffers, LIMITS.block_size
+        ).run()
+    tables.warm_up()
     _packed(decoder, buffers.activations.first(600), buffers)
 
 

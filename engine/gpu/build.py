@@ -17,7 +17,7 @@ from engine.gpu.graph_cache import GraphCache, decode_sizes
 from engine.gpu.kv_memory import new_kv_memory
 from engine.gpu.linear import Linears
 from engine.gpu.memory import MemoryPlan, StepLimits, plan_memory
-from engine.gpu.row_tables import RowTables
+from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.runner import GpuRunner
 from engine.loader import LoadedModel, ProgressCallback, load_dummy, load_model, read_spec
 from engine.model.spec import ModelSpec
@@ -52,7 +52,7 @@ def build_gpu_runner(config: EngineConfig, progress: ProgressCallback) -> GpuRun
         weight_bytes=loaded.weights.num_bytes(),
         kv_cache_bytes=config.kv_cache_bytes,
         utilization=config.gpu_memory_utilization,
-        num_buckets=2 * len(decode_sizes(limits.max_num_seqs)),
+        num_buckets=len(SampleKind) * len(decode_sizes(limits.max_num_seqs)),
         device=device,
     )
     log.info("memory.planned", **plan.in_gib())
@@ -75,7 +75,7 @@ def _assemble(
     dtype: torch.dtype,
     device: torch.device,
 ) -> GpuRunner:
-    tables = RowTables(limits, device)
+    tables = RowTables(limits, spec.vocab_size, device)
     cache = new_kv_memory(spec, plan.num_blocks, limits.block_size, dtype, device)
     decoder = GpuDecoder(
         spec,

@@ -12,12 +12,12 @@ import torch
 from engine.gpu.buffers import SharedBuffers
 from engine.gpu.captured import CapturedStep
 from engine.gpu.decoder import DecodeWork, GpuDecoder
-from engine.gpu.row_tables import RowTables
+from engine.gpu.row_tables import RowTables, SampleKind
+from engine.gpu.sampling import sample_rows
 from engine.gpu.staging import IntArray
 from engine.plan import StepPlan
 from kernels.decode_plan import plan_decode
 from kernels.inputs import expand_inputs
-from kernels.sampler import sample
 from kernels.table_updates import apply_block_changes
 
 _FIELDS = 7  # changes [3] | rows | num_computed | rows that sample | position of the sample
@@ -35,7 +35,7 @@ class DecodeGraph(CapturedStep):
     def __init__(
         self,
         size: int,
-        has_filters: bool,
+        kind: SampleKind,
         decoder: GpuDecoder,
         tables: RowTables,
         buffers: SharedBuffers,
@@ -44,7 +44,7 @@ class DecodeGraph(CapturedStep):
         device = tables.block_table.device
         super().__init__(_FIELDS * size, device)
         self.size = size
-        self._has_filters = has_filters
+        self._kind = kind
         self._decoder = decoder
         self._tables = tables
         self._buffers = buffers
@@ -83,7 +83,7 @@ class DecodeGraph(CapturedStep):
         size, b = self.size, self._buffers
         fields = self.inputs.view(_FIELDS, size)
         changes = fields[:3]
-        rows, num_computed, sample_rows, positions = fields[3:]
+        rows, num_computed, rows_due, positions = fields[3:]
         a = b.activations.first(size)
         apply_block_changes(changes, self._tables.block_table)
         expand_inputs(
@@ -95,8 +95,4 @@ class DecodeGraph(CapturedStep):
             plan_decode(plan, self._seq_lens, self._decoder.spec.num_kv_heads, window=window)
         logits = b.head.logits[:size]
         self._decoder.decode(a, DecodeWork(rows, self._seq_lens, plans), logits)
-        sample(
-            b.out_tokens[:size], b.out_bad[:size], logits, sample_rows, positions,
-            self._tables.sampling, self._tables.token_table, b.sampler,
-            has_filters=self._has_filters,
-        )  # fmt: skip
+        sample_rows(self._kind, logits, rows_due, positions, self._tables, b)

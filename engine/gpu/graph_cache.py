@@ -19,7 +19,7 @@ from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.decoder import GpuDecoder
 from engine.gpu.memory import StepLimits
 from engine.gpu.prompt_graph import PromptGraph, num_host_ints
-from engine.gpu.row_tables import RowTables
+from engine.gpu.row_tables import RowTables, SampleKind
 from engine.plan import StepPlan
 
 _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512)
@@ -30,7 +30,7 @@ _PATIENCE = 24
 """Prompt steps of one size that run uncaptured before one of them pays for the capture (some 110 ms
 against 5 more of host time each)."""
 
-Key = tuple[str, int, int, bool]
+Key = tuple[str, int, int, SampleKind]
 CapturedPlan = DecodeGraph | PromptGraph
 
 
@@ -68,9 +68,9 @@ class GraphCache:
         """Graphs held now."""
         return len(self._graphs)
 
-    def find(self, plan: StepPlan, has_filters: bool) -> CapturedPlan | None:
+    def find(self, plan: StepPlan, kind: SampleKind) -> CapturedPlan | None:
         """The graph that takes this plan; None: it has to be launched kernel by kernel."""
-        key = self._key(plan, has_filters)
+        key = self._key(plan, kind)
         if key is None:
             return None
         graph = self._graphs.get(key)
@@ -88,38 +88,37 @@ class GraphCache:
             self._capture(key)
         return key is not None
 
-    def _key(self, plan: StepPlan, has_filters: bool) -> Key | None:
+    def _key(self, plan: StepPlan, kind: SampleKind) -> Key | None:
         num_rows = len(plan.rows)
         if plan.num_decode == num_rows:
             size = _round_up(self._decode_sizes, num_rows)
-            return None if size is None else ("decode", size, 0, has_filters)
+            return None if size is None else ("decode", size, 0, kind)
         if plan.num_decode:
             return None
         tokens = _round_up(self._prompt_tokens, int(plan.num_new.sum()))
         rows = _round_up(self._prompt_rows, num_rows)
         if tokens is None or rows is None:
             return None
-        return ("prompt", tokens, rows, has_filters)
+        return ("prompt", tokens, rows, kind)
 
     def _likely(self) -> Iterator[Key]:
-        """Sizes worth having: those that were missed, then common ones; with filters only if any
-        request used them."""
+        """Sizes worth having: those that were missed, then common ones; with filters or penalties
+        only if any request used them."""
         yield from (key for key, _ in self._missed.most_common())
-        flavours = (False, True) if any(key[3] for key in self._missed) else (False,)
         few = [size for size in self._decode_sizes if size <= _FEW_ROWS]
         many = [size for size in self._decode_sizes if size > _FEW_ROWS]
-        for has_filters in flavours:
-            yield from (("decode", size, 0, has_filters) for size in few)
-            yield from (("prompt", size, 1, has_filters) for size in self._prompt_tokens)
-            yield from (("decode", size, 0, has_filters) for size in many)
+        for kind in sorted({SampleKind.PLAIN, *(key[3] for key in self._missed)}):
+            yield from (("decode", size, 0, kind) for size in few)
+            yield from (("prompt", size, 1, kind) for size in self._prompt_tokens)
+            yield from (("decode", size, 0, kind) for size in many)
 
     def _capture(self, key: Key) -> CapturedPlan:
-        kind, size, rows, has_filters = key
+        what, size, rows, kind = key
         make: dict[str, Callable[[], Any]] = {
-            "decode": lambda: DecodeGraph(size, has_filters, *self._parts),
-            "prompt": lambda: PromptGraph(size, rows, has_filters, *self._parts),
+            "decode": lambda: DecodeGraph(size, kind, *self._parts),
+            "prompt": lambda: PromptGraph(size, rows, kind, *self._parts),
         }
-        graph: CapturedPlan = make[kind]()
+        graph: CapturedPlan = make[what]()
         graph.capture(self._pool)
         self._graphs[key] = graph
         return graph

@@ -12,6 +12,7 @@ import torch
 
 from engine.model.errors import MemoryPlanError
 from engine.model.spec import ModelSpec
+from kernels.penalties import penalty_table_bytes
 
 _GIB = 1 << 30
 _GRAPH_BYTES_PER_BUCKET = 24 << 20
@@ -42,6 +43,7 @@ class MemoryPlan:
     total_bytes: int
     weight_bytes: int
     activation_bytes: int
+    penalty_bytes: int
     graph_bytes: int
     kv_bytes: int
     num_blocks: int
@@ -52,6 +54,7 @@ class MemoryPlan:
             "total_gib": round(self.total_bytes / _GIB, 2),
             "weights_gib": round(self.weight_bytes / _GIB, 2),
             "activations_gib": round(self.activation_bytes / _GIB, 2),
+            "penalties_gib": round(self.penalty_bytes / _GIB, 2),
             "graphs_gib": round(self.graph_bytes / _GIB, 2),
             "kv_gib": round(self.kv_bytes / _GIB, 2),
             "num_blocks": self.num_blocks,
@@ -84,9 +87,10 @@ def plan_memory(
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     activations = activation_bytes(spec, limits, element_bytes)
+    penalties = penalty_table_bytes(limits.max_num_seqs, spec.vocab_size)
     graphs = num_buckets * _GRAPH_BYTES_PER_BUCKET
     reserved = total_bytes - int(total_bytes * utilization)
-    available = free_bytes - reserved - activations - graphs - _RUNTIME_BYTES
+    available = free_bytes - reserved - activations - penalties - graphs - _RUNTIME_BYTES
     block_bytes = spec.kv_bytes_per_token(element_bytes) * limits.block_size
     # More KV than every row at full length could use would lie idle.
     useful = (limits.max_num_seqs * limits.blocks_per_seq + 1) * block_bytes
@@ -97,9 +101,16 @@ def plan_memory(
             "the KV cache",
             max(kv_cache_bytes, needed),
             max(available, 0),
-            "lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization",
+            "lower max_model_len, max_num_seqs or max_num_batched_tokens, or raise"
+            " gpu_memory_utilization",
         )
     num_blocks = wanted // block_bytes - 1  # one more is the dummy
     return MemoryPlan(
-        total_bytes, weight_bytes, activations, graphs, (num_blocks + 1) * block_bytes, num_blocks
+        total_bytes=total_bytes,
+        weight_bytes=weight_bytes,
+        activation_bytes=activations,
+        penalty_bytes=penalties,
+        graph_bytes=graphs,
+        kv_bytes=(num_blocks + 1) * block_bytes,
+        num_blocks=num_blocks,
     )

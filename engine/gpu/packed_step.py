@@ -9,12 +9,12 @@ from engine.gpu.activations import Activations
 from engine.gpu.buffers import SharedBuffers
 from engine.gpu.decoder import DecodeWork, GpuDecoder, PromptWork
 from engine.gpu.memory import StepLimits
-from engine.gpu.row_tables import RowTables
+from engine.gpu.row_tables import RowTables, SampleKind
+from engine.gpu.sampling import sample_rows
 from engine.gpu.staging import StepUpload
 from engine.plan import StepPlan
 from kernels.decode_plan import plan_decode
 from kernels.inputs import expand_inputs
-from kernels.sampler import sample
 from kernels.table_updates import apply_block_changes
 
 
@@ -40,7 +40,7 @@ class PackedSteps:
         self._upload = StepUpload(upload_capacity(limits), device)
         self._seq_lens = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
-    def run(self, plan: StepPlan, has_filters: bool) -> int:
+    def run(self, plan: StepPlan, kind: SampleKind) -> int:
         """Launch the step; returns the number of sampled tokens now due in the out buffers."""
         num_new = plan.num_new.astype(np.int32)
         cu_seqlens = np.zeros(len(num_new) + 1, np.int32)
@@ -56,7 +56,7 @@ class PackedSteps:
             plan.rows[sampled],
             (plan.num_computed + num_new)[sampled],
         )
-        changes, rows, num_computed, cu, cu_prompt, sample_tokens, sample_rows, positions = (
+        changes, rows, num_computed, cu, cu_prompt, sample_tokens, rows_due, positions = (
             self._upload.send(sends)
         )
         apply_block_changes(changes.view(3, -1), self._tables.block_table)
@@ -69,22 +69,17 @@ class PackedSteps:
         logits = self._layers(plan, a, rows, seq_lens, cu_prompt, sample_tokens)
         num_sampled = len(sampled)
         if num_sampled:
-            sample(
-                self._buffers.out_tokens[:num_sampled], self._buffers.out_bad[:num_sampled],
-                logits, sample_rows, positions,
-                self._tables.sampling, self._tables.token_table, self._buffers.sampler,
-                has_filters=has_filters,
-            )  # fmt: skip
+            sample_rows(kind, logits, rows_due, positions, self._tables, self._buffers)
         return num_sampled
 
     def warm_up(self) -> None:
         """Compile the kernels of such steps, by steps of padding: nothing is read or written for
         them."""
         max_rows = len(self._seq_lens)
-        for has_filters in (False, True):
+        for kind in SampleKind:
             for num_decode in range(min(max_rows, 3)):
                 chunks = [16, 3][: max_rows - num_decode]
-                self.run(_padding_plan(num_decode, chunks), has_filters)
+                self.run(_padding_plan(num_decode, chunks), kind)
 
     def _layers(
         self,

@@ -12,11 +12,11 @@ import torch
 from engine.gpu.buffers import SharedBuffers
 from engine.gpu.captured import CapturedStep
 from engine.gpu.decoder import GpuDecoder, PromptWork
-from engine.gpu.row_tables import RowTables
+from engine.gpu.row_tables import RowTables, SampleKind
+from engine.gpu.sampling import sample_rows
 from engine.gpu.staging import IntArray
 from engine.plan import StepPlan
 from kernels.inputs import expand_inputs
-from kernels.sampler import sample
 from kernels.table_updates import apply_block_changes
 
 _CACHED_BLOCKS = 64  # block table entries that prefix hits may bring along
@@ -35,7 +35,7 @@ class PromptGraph(CapturedStep):
         self,
         num_tokens: int,
         num_rows: int,
-        has_filters: bool,
+        kind: SampleKind,
         decoder: GpuDecoder,
         tables: RowTables,
         buffers: SharedBuffers,
@@ -47,7 +47,7 @@ class PromptGraph(CapturedStep):
         self.max_changes = max_changes(num_tokens, num_rows, block_size)
         super().__init__(3 * self.max_changes + 6 * num_rows + 1, device)
         self.inputs[-num_rows - 1 :] = 0
-        self._has_filters = has_filters
+        self._kind = kind
         self._decoder = decoder
         self._tables = tables
         self._buffers = buffers
@@ -89,7 +89,7 @@ class PromptGraph(CapturedStep):
         size, b = self.num_rows, self._buffers
         changes = self.inputs[: 3 * self.max_changes].view(3, self.max_changes)
         rest = self.inputs[3 * self.max_changes :]
-        rows, num_computed, sample_rows, positions, sample_tokens = rest[: 5 * size].view(5, size)
+        rows, num_computed, rows_due, positions, sample_tokens = rest[: 5 * size].view(5, size)
         cu_seqlens = rest[5 * size :]
         a = b.activations.first(self.num_tokens)
         apply_block_changes(changes, self._tables.block_table)
@@ -103,11 +103,7 @@ class PromptGraph(CapturedStep):
         )  # fmt: skip
         prompts = PromptWork(0, rows, self._seq_lens, cu_seqlens)
         logits = self._decoder.packed(a, None, prompts, sample_tokens, b.head)
-        sample(
-            b.out_tokens[:size], b.out_bad[:size], logits, sample_rows, positions,
-            self._tables.sampling, self._tables.token_table, b.sampler,
-            has_filters=self._has_filters,
-        )  # fmt: skip
+        sample_rows(self._kind, logits, rows_due, positions, self._tables, b)
 
 
 def max_changes(num_tokens: int, num_rows: int, block_size: int) -> int:

@@ -7,24 +7,37 @@ block table entries change and the sampler adds tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import torch
 
+from broker.ring.records import Sampling
 from engine.gpu.memory import StepLimits
 from engine.plan import NewRow
+from kernels.penalties import PenaltyTables, count_new_rows, new_penalty_tables
 from kernels.sampling_tables import SamplingTables, new_sampling_tables
+
+
+class SampleKind(IntEnum):
+    """What sampling a row takes. Each does the work of those before it: a step takes the largest
+    of its rows.
+    """
+
+    PLAIN = 0  # greedy, or the whole distribution
+    FILTERED = 1  # top_k, top_p or min_p: a threshold is searched for
+    PENALISED = 2  # logits are changed by the tokens that the row has
 
 
 class RowTables:
     """Device tables indexed by row.
 
     token_table int32 [rows, max_model_len + 1]; block_table int32 [rows, blocks per sequence];
-    sampling: the sampler's own tables. has_filters bool [rows], on the host: rows that need the
-    threshold search.
+    sampling: the sampler's own tables. penalties: numbers and counted tokens of the rows that have
+    penalties. kinds uint8 [rows], on the host: each row's `SampleKind`.
     """
 
-    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+    def __init__(self, limits: StepLimits, vocab_size: int, device: torch.device) -> None:
         rows = limits.max_num_seqs
         columns = limits.max_model_len + 1
         self.token_table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
@@ -32,7 +45,8 @@ class RowTables:
             rows, limits.blocks_per_seq, dtype=torch.int32, device=device
         )
         self.sampling: SamplingTables = new_sampling_tables(rows, device)
-        self.has_filters = np.zeros(rows, dtype=np.bool_)
+        self.penalties: PenaltyTables = new_penalty_tables(rows, vocab_size, device)
+        self.kinds = np.zeros(rows, dtype=np.uint8)
 
     def take_over(self, new_rows: Sequence[NewRow]) -> None:
         """Write the state of rows that got a new request, on the current stream."""
@@ -45,10 +59,43 @@ class RowTables:
         for name, values in _sampling_columns(new_rows, self.sampling.stop_ids.shape[1]).items():
             table: torch.Tensor = getattr(self.sampling, name)
             table.index_copy_(0, rows, self._upload(values.to(table.dtype)))
+        had_penalties = self.kinds[[new.row for new in new_rows]] == SampleKind.PENALISED
         for new in new_rows:
-            s = new.sampling
-            narrows = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
-            self.has_filters[new.row] = narrows and s.temperature > 0.0
+            self.kinds[new.row] = _kind_of(new.sampling)
+        changed = [
+            new
+            for new, had in zip(new_rows, had_penalties, strict=True)
+            if had or new.sampling.has_penalties
+        ]
+        if changed:
+            self._take_over_penalties(changed)
+
+    def warm_up(self) -> None:
+        """Compile what a new row with penalties launches, by a row of padding."""
+        padding = torch.full((3, 1), -1, dtype=torch.int32, device=self.token_table.device)
+        count_new_rows(self.penalties, self.token_table, padding, max_length=1)
+
+    def _take_over_penalties(self, new_rows: Sequence[NewRow]) -> None:
+        """Write the penalties of rows whose old or new run has any, and count the tokens that
+        `take_over` wrote."""
+        p, settings = self.penalties, [new.sampling for new in new_rows]
+        numbers = torch.tensor(
+            [
+                [s.repetition_penalty for s in settings],
+                [s.presence_penalty for s in settings],
+                [s.frequency_penalty for s in settings],
+            ]
+        )
+        rows = [new.row for new in new_rows]
+        num_prompt = [new.num_prompt_tokens for new in new_rows]
+        lengths = [len(new.token_ids) for new in new_rows]
+        index = self._upload(torch.tensor(rows))
+        for table, values in zip(
+            (p.repetition, p.presence, p.frequency), self._upload(numbers), strict=True
+        ):
+            table.index_copy_(0, index, values)
+        runs = self._upload(torch.tensor([rows, num_prompt, lengths], dtype=torch.int32))
+        count_new_rows(p, self.token_table, runs, max(lengths))
 
     def _upload(self, values: torch.Tensor) -> torch.Tensor:
         return _pinned(values).to(self.token_table.device, non_blocking=True)
@@ -57,6 +104,13 @@ class RowTables:
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """A pinned copy; torch's caching allocator keeps it until the stream is past the transfer."""
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
+def _kind_of(s: Sampling) -> SampleKind:
+    if s.has_penalties:
+        return SampleKind.PENALISED
+    narrows = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
+    return SampleKind.FILTERED if narrows and s.temperature > 0.0 else SampleKind.PLAIN
 
 
 def _sampling_columns(new_rows: Sequence[NewRow], max_stop_ids: int) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from engine.gpu.decoder import GpuDecoder
 from engine.gpu.graph_cache import GraphCache
 from engine.gpu.memory import StepLimits
 from engine.gpu.packed_step import PackedSteps
-from engine.gpu.row_tables import RowTables
+from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.staging import NUM_SLOTS, PinnedRing
 from engine.plan import RunnerInfo, StepPlan, StepResult
 
@@ -68,14 +68,14 @@ class GpuRunner:
         if len(self._flights) > NUM_SLOTS - 2:
             raise PlanError(f"step {plan.step_id} launched with {len(self._flights)} in flight")
         self._tables.take_over(plan.new_rows)
-        has_filters = bool(self._tables.has_filters[plan.rows[plan.sample]].any())
-        graph = self._graphs.find(plan, has_filters)
+        kind = SampleKind(self._tables.kinds[plan.rows[plan.sample]].max(initial=0))
+        graph = self._graphs.find(plan, kind)
         if graph is not None:
             host, array = self._uploads.take()
             num_results = graph.fill(plan, array)
             graph.replay(host)
         else:
-            num_results = self._packed.run(plan, has_filters)
+            num_results = self._packed.run(plan, kind)
         picked = None
         if graph is not None and not graph.packs_results and not plan.sample.all():
             picked = np.flatnonzero(plan.sample)
@@ -93,7 +93,8 @@ class GpuRunner:
         )
 
     def last_logits(self, index: int) -> torch.Tensor:
-        """Logits float32 [V] of the index-th sampled row of the last step; for checks.
+        """Logits float32 [V] of the index-th sampled row of the last step, penalties applied; for
+        checks.
 
         A view that the next step overwrites.
         """
@@ -107,6 +108,7 @@ class GpuRunner:
         if not self._is_warm:
             self._is_warm = True
             self._packed.warm_up()
+            self._tables.warm_up()
             return True
         return self._graphs.capture_one()
 

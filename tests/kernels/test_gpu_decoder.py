@@ -19,7 +19,7 @@ from engine.gpu.linear import Linears
 from engine.gpu.memory import StepLimits
 from engine.gpu.packed_step import PackedSteps
 from engine.gpu.prompt_graph import PromptGraph
-from engine.gpu.row_tables import RowTables
+from engine.gpu.row_tables import RowTables, SampleKind
 from engine.loader import load_model
 from engine.plan import NewRow, StepPlan
 from kernels.small_gemm import new_gemm_workspace
@@ -38,6 +38,7 @@ FAMILIES = {
 }
 LIMITS = StepLimits(4, 64, 128, 16)
 NONE = np.zeros(0, np.int32)
+PLAIN = SampleKind.PLAIN
 
 
 class Fixture:
@@ -49,7 +50,7 @@ class Fixture:
         self.reference.save_pretrained(directory)
         loaded = load_model(directory, torch.float32, DEVICE)
         self.spec = loaded.spec
-        self.tables = RowTables(LIMITS, DEVICE)
+        self.tables = RowTables(LIMITS, self.spec.vocab_size, DEVICE)
         cache = self.cache = new_kv_memory(self.spec, 32, LIMITS.block_size, torch.float32, DEVICE)
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("nan"))
@@ -91,8 +92,8 @@ def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
         f.tables.take_over([NewRow(row, ids, len(ids), Sampling(), NONE, 0)])
     blocks = [(2, c, 5 + c) for c in range(3)] + [(0, c, 20 - c) for c in range(2)]
     # a's first 20 tokens, then the rest of a beside all of b
-    f.packed.run(_plan(1, blocks, [2], [0], [20], sample=False), has_filters=False)
-    f.packed.run(_plan(2, [], [2, 0], [20, 0], [17, 18], sample=True), has_filters=False)
+    f.packed.run(_plan(1, blocks, [2], [0], [20], sample=False), PLAIN)
+    f.packed.run(_plan(2, [], [2, 0], [20, 0], [17, 18], sample=True), PLAIN)
     logits = f.buffers.head.logits[:2].cpu()
     torch.testing.assert_close(logits[0], f.expected(a), rtol=0, atol=1e-4)
     torch.testing.assert_close(logits[1], f.expected(b), rtol=0, atol=1e-4)
@@ -100,7 +101,7 @@ def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
     assert tokens.tolist() == [int(logits[0].argmax()), int(logits[1].argmax())]
     # the sampled tokens are in the token table: a step that never saw them goes on
     a, b = np.append(a, tokens[0]), np.append(b, tokens[1])
-    graph = DecodeGraph(3, False, f.decoder, f.tables, f.buffers, LIMITS.block_size)
+    graph = DecodeGraph(3, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size)
     _run_captured(graph, _plan(3, [], [0, 2], [18, 37], [1, 1], sample=True))
     logits = f.buffers.head.logits[:2].cpu()
     torch.testing.assert_close(logits[0], f.expected(b), rtol=0, atol=1e-4)
@@ -129,7 +130,7 @@ def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path
     f.tables.take_over(
         [NewRow(3, a, 21, Sampling(), NONE, 0), NewRow(1, b, 9, Sampling(), NONE, 0)]
     )
-    graph = PromptGraph(48, 4, False, f.decoder, f.tables, f.buffers, LIMITS.block_size)
+    graph = PromptGraph(48, 4, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size)
     graph.run()  # inputs of -1: touches nothing
     blocks = [(3, 0, 7), (3, 1, 2), (1, 0, 4)]
     _run_captured(graph, _plan(1, blocks, [3, 1], [0, 0], [21, 9], sample=True))
