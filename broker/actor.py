@@ -17,13 +17,16 @@ Knows mailboxes, periodic work and crashes; knows no job and no socket. How to w
             ...
 
 `tell` is safe to call from any code on the loop; it never runs the receiver at once, so an actor
-is never re-entered. Messages wait in the mailbox until the loop's next turn and are then handled in
-one burst, followed by one `after_burst`: the place to flush what the burst produced (one pipeline,
-one message a client). What happens when the mailbox is full is part of the actor's contract
-(`Overflow`). Work that awaits goes through `spawn`; callbacks that the loop calls (readers, timers)
-go through `guard`, `every` or `later`. An exception in any of them is a crash of the actor: the
-report names the actor and the type of the last message, and the whole broker goes down with a
-non-zero exit, because a ledger without its doors is worth nothing. The supervisor starts it again.
+is never re-entered. Messages wait in the mailbox until the caller has returned to the loop and are
+then handled in one burst, followed by one `after_burst`: the place to flush what the burst produced
+(one pipeline, one message a client). Actors with messages take turns within one turn of the loop: a
+message that goes through four actors does not wait for the sockets four times. What happens when
+the mailbox is full is part of the actor's contract (`Overflow`).
+
+Work that awaits goes through `spawn`; callbacks that the loop calls (readers, timers) go through
+`guard`, `every` or `later`. An exception in any of them is a crash of the actor: the report names
+the actor and the type of the last message, and the whole broker goes down with a non-zero exit,
+because a ledger without its doors is worth nothing. The supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -35,15 +38,14 @@ from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any, TypeVar
 
-import structlog
+from broker.actor_system import BURST_S, ActorCrashed, ActorSystem
 
-log = structlog.get_logger("broker.actor")
+__all__ = ["Actor", "ActorCrashed", "ActorSystem", "MailboxFull", "Overflow"]
 
 T = TypeVar("T")
 
-# After so many messages, or so long, the loop gets a turn: sockets and other actors are served.
+# After so many messages, or BURST_S, others get a turn: sockets and other actors are served.
 BURST_MESSAGES = 1024
-BURST_S = 0.004
 
 
 class Overflow(Enum):
@@ -57,63 +59,6 @@ class Overflow(Enum):
 
 class MailboxFull(RuntimeError):
     """A mailbox with the policy CRASH overflowed."""
-
-
-class ActorCrashed(Exception):
-    """Why the broker stops. actor: its name. last_message: the type name of the message in hand, or
-    of the callback.
-    """
-
-    def __init__(self, actor: str, last_message: str, cause: BaseException) -> None:
-        super().__init__(
-            f"actor {actor} crashed at {last_message}: {type(cause).__name__}: {cause}"
-        )
-        self.actor = actor
-        self.last_message = last_message
-        self.cause = cause
-
-
-class ActorSystem:
-    """All actors of one process. The first crash decides; `crashed` resolves to it."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.crashed: asyncio.Future[ActorCrashed] = loop.create_future()
-        self._actors: list[Actor] = []
-
-    def add(self, actor: Actor) -> None:
-        """Called by `Actor.__init__`; the order of construction is the order of `start`."""
-        self._actors.append(actor)
-
-    def start(self) -> None:
-        """Start every actor. An exception here is the caller's: nothing runs yet that could be
-        lost.
-        """
-        for actor in self._actors:
-            actor.start()
-
-    async def stop(self) -> None:
-        """Stop the actors, the last started first: doors stop before the ledger, the ledger before
-        the link.
-        """
-        for actor in reversed(self._actors):
-            await actor.close()
-
-    def report(self, crash: ActorCrashed) -> None:
-        """Record a crash once and log it with its traceback."""
-        log.error(
-            "actor.crashed",
-            actor=crash.actor,
-            last_message=crash.last_message,
-            error=str(crash.cause),
-            exc_info=crash.cause,
-        )
-        if not self.crashed.done():
-            self.crashed.set_result(crash)
-
-    def mailbox_lengths(self) -> dict[str, int]:
-        """Messages waiting per actor, for metrics."""
-        return {actor.name: actor.num_waiting for actor in self._actors}
 
 
 class Actor:
@@ -136,7 +81,7 @@ class Actor:
         self.is_closed = False
         self._loop = system.loop
         self._mailbox: deque[object] = deque()
-        self._is_scheduled = False
+        self._is_ready = False
         self._last_message = "start"
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
@@ -176,9 +121,9 @@ class Actor:
             self._crash(MailboxFull(f"mailbox of {self.name} holds {self.capacity} messages"))
             return False
         self._mailbox.append(message)
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._run_burst)
+        if not self._is_ready:
+            self._is_ready = True
+            self.system.make_ready(self)
         return True
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
@@ -192,8 +137,9 @@ class Actor:
 
     def guard(self, callback: Callable[..., None]) -> Callable[..., None]:
         """Wrap a loop callback (reader, timer): an exception in it crashes the actor, and nothing
-        runs after close.
+        runs after close. The messages that it sends are handled right after it.
         """
+        run_ready = self.system.run_ready
 
         def guarded(*args: object) -> None:
             if self.is_closed:
@@ -203,6 +149,7 @@ class Actor:
             except Exception as error:  # noqa: BLE001  a crash report follows, nothing is swallowed
                 self._last_message = callback.__name__
                 self._crash(error)
+            run_ready()
 
         return guarded
 
@@ -240,7 +187,7 @@ class Actor:
         if self.is_closed:
             return
         while self._mailbox and not self.system.crashed.done():
-            self._run_burst()
+            self.run_burst()
         try:
             await self.stop()
         except Exception as error:  # noqa: BLE001  a crash report follows, nothing is swallowed
@@ -256,8 +203,9 @@ class Actor:
 
     # ------------------------------------------------------------ inside
 
-    def _run_burst(self) -> None:
-        self._is_scheduled = False
+    def run_burst(self) -> None:
+        """Handle what waits, within limits. Only for the actor system, and at close."""
+        self._is_ready = False
         if self.is_closed or self.system.crashed.done():
             return
         mailbox, handle = self._mailbox, self.handle
@@ -274,9 +222,9 @@ class Actor:
             self._last_message = type(message).__name__
             self._crash(error)
             return
-        if mailbox and not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._run_burst)
+        if mailbox and not self._is_ready:
+            self._is_ready = True
+            self.system.make_ready(self)
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

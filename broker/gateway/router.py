@@ -22,6 +22,7 @@ BURST_MESSAGES = 64  # then the loop gets a turn
 HARD_CAP_FACTOR = 4  # libzmq cuts the connection without a word above this many max_frame_bytes
 HIGH_WATER_MESSAGES = 1_000
 LINGER_MS = 2_000
+_POLLIN = int(zmq.POLLIN)  # an enum's operators cost more than the question
 
 
 class Sent(Enum):
@@ -96,20 +97,24 @@ class Router:
 
     def _look(self) -> None:
         self._is_scheduled = False
-        if not self._socket.closed:
+        if not self._socket.closed and self._has_message():
             self._on_readable()
 
+    def _has_message(self) -> bool:
+        """Cheaper than the exception of a receive in vain."""
+        return bool(self._socket.getsockopt(zmq.EVENTS) & _POLLIN)  # type: ignore[operator]
+
     def _read(self) -> None:
-        receive, socket = self._receive, self._socket
+        """Called when something should be there."""
+        receive = self._receive
         for _ in range(BURST_MESSAGES):
-            # Asking first is cheaper than the exception of a receive in vain.
-            if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
             try:
                 peer, frames, key = self._take()
             except zmq.Again:
-                continue
+                return
             receive(peer, frames, key)
+            if not self._has_message():
+                return
         self.look_again()
 
     def _take(self) -> tuple[bytes, list[bytes], bytes]:

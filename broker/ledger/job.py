@@ -10,8 +10,10 @@ import sys
 import time
 import zlib
 from array import array
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields
 from enum import Enum
+from operator import attrgetter
 
 import numpy as np
 
@@ -27,6 +29,7 @@ _STOP, _LENGTH = int(records.Finish.STOP), int(records.Finish.LENGTH)
 
 
 _NO_IDS = np.array((), dtype=np.int32)
+_all_but_seed = attrgetter(*(field.name for field in fields(records.Sampling)[1:]))
 IS_LITTLE = sys.byteorder == "little"
 
 
@@ -165,17 +168,15 @@ class Job:
 
     def run_record(self, rid: int, solo: bool) -> records.Submit:
         """The run for the engine; earlier output goes along and keeps its positions."""
-        prepared, sampling = self.prepared, self.prepared.sampling
-        if sampling.seed != self.seed:
-            sampling = replace(sampling, seed=self.seed)
+        prepared = self.prepared
         return records.Submit(
             rid=rid,
             prompt_ids=prepared.prompt_ids,
             prefix_ids=_int32(self.ids) if self.ids else _NO_IDS,
-            stop_token_ids=np.array(prepared.stop_token_ids, dtype=np.int32),
+            stop_token_ids=_int32(prepared.stop_token_ids) if prepared.stop_token_ids else _NO_IDS,
             max_tokens=prepared.max_tokens,
             min_tokens=prepared.min_tokens,
-            sampling=sampling,
+            sampling=records.Sampling(self.seed, *_all_but_seed(prepared.sampling)),
             priority=PRIORITIES.index(prepared.request.priority),
             solo=solo,
             cache_salt=_salt_of(self.tenant),
@@ -209,7 +210,7 @@ def crc_of(ids: array[int]) -> int:
     return zlib.crc32(ids.tobytes() if IS_LITTLE else _int32(ids).astype("<i4").tobytes())
 
 
-def _int32(ids: array[int]) -> IntArray:
+def _int32(ids: Sequence[int]) -> IntArray:
     return np.array(ids, dtype=np.int32)
 
 

@@ -7,7 +7,7 @@ script finds (ended before, another entry's, cancelled, too late, too many crash
 from __future__ import annotations
 
 import asyncio
-import secrets
+import random
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -58,6 +58,7 @@ class Pickup:
         self._to_fence: dict[Job, None] = {}
         self._to_reject: dict[Job, TokenbusError] = {}
         self._wake = asyncio.Event()
+        self._seeds = random.Random()
         self._suspect: Job | None = None  # the one that may run
         self._suspects: deque[Job] = deque()
 
@@ -220,7 +221,7 @@ class Pickup:
             (hash_key, keys.out(job.id), job.stream, keys.cancel(job.id), keys.dead, idem),
             (
                 *(GROUP, state.worker, job.entry, job.id),
-                secrets.randbits(SEED_BITS) if seed is None else seed,
+                self._seeds.getrandbits(SEED_BITS) if seed is None else seed,
                 *(job.prompt_tokens, redis.max_attempts, UNFINISHED_TTL_MS, redis.reply_ttl_ms),
                 "" if request.deadline_ms is None else request.deadline_ms,
                 *(PROGRESS_TOKENS, keys.prefix, idem_ttl, int(job is self._suspect)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from tokenbus.errors import InvalidField, TooLarge
@@ -30,7 +30,7 @@ _BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def entry_to_map(
-    fields: Mapping[bytes, bytes], known: Iterable[str], unsupported: Iterable[str]
+    fields: Mapping[bytes, bytes], known: Container[str], unsupported: Container[str]
 ) -> dict[str, Any]:
     """Values of the fields in `known` and `unsupported` by name; others are dropped.
 
@@ -44,12 +44,11 @@ def entry_to_map(
     texts = {_field_name(key): value for key, value in fields.items()}
     if "body" in texts:
         return _read_body(texts)
-    names, others = set(known), set(unsupported)
     values: dict[str, Any] = {}
     for name, raw in texts.items():
-        if name in names:
+        if name in known:
             values[name] = _read_value(name, _read_text(name, raw))
-        elif name in others:
+        elif name in unsupported:
             values[name] = _read_json_or_text(_read_text(name, raw))
     return values
 

@@ -116,6 +116,10 @@ MISSPELT: dict[str, str] = {
 }
 
 
+_KNOWN = frozenset((*SAMPLING_FIELDS, *JOB_FIELDS))
+_REFUSED = frozenset((*UNSUPPORTED, *MISSPELT))
+
+
 def parse_submit(body: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> JobRequest:
     """The job in a SUBMIT body. Raises InvalidField, TooLarge or Unsupported naming the field;
     nothing else.
@@ -134,7 +138,7 @@ def parse_entry(fields: Mapping[bytes, bytes], entry_id: str) -> JobRequest:
     Raises InvalidField, TooLarge, Unsupported, or BadFrame for a `body` that is not a msgpack map;
     nothing else.
     """
-    values = entry_to_map(fields, {*SAMPLING_FIELDS, *JOB_FIELDS}, {*UNSUPPORTED, *MISSPELT})
+    values = entry_to_map(fields, _KNOWN, _REFUSED)
     if values.get("job") is None:
         values["job"] = entry_id
     return parse_submit(values)
@@ -149,9 +153,15 @@ def _take_blob(values: dict[str, Any], name: str, target: str, blobs: tuple[byte
 
 
 def _build(values: Mapping[str, Any]) -> JobRequest:
-    _refuse_unsupported(values)
-    job = {k: read(k, values[k]) for k, read in JOB_FIELDS.items() if k in values}
-    sampling = {k: read(k, values[k]) for k, read in SAMPLING_FIELDS.items() if k in values}
+    if not values.keys() <= _KNOWN:
+        _refuse_unsupported(values)
+    job: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in JOB_FIELDS:
+            job[name] = JOB_FIELDS[name](name, value)
+        elif name in SAMPLING_FIELDS:
+            sampling[name] = SAMPLING_FIELDS[name](name, value)
     if sampling.get("top_k") == -1:
         sampling["top_k"] = 0
     prompts = [k for k in ("prompt", "messages", "input_ids") if k in job]
