@@ -1,40 +1,142 @@
-"""GEMM whose rows do not depend on the batch: the tiles and the order of the sum are fixed,
-whatever M is.
+"""GEMM whose rows do not depend on the batch: the order of the sum is fixed, whatever M is.
 
-For the deterministic mode. Every row is summed over K in steps of BLOCK_K by the same matrix
-instruction, without splitting K; only the number of row tiles varies with M. Programs of a group
-share weight tiles through the L2 cache.
+For the deterministic mode. K is cut into parts by the weight's shape alone; within a part every row
+is summed by the same matrix instruction in the same steps, and the parts are added in order. Where
+a part is summed (one program after the other parts, or a program of its own, whose partial tile the
+last one to arrive adds up) changes nothing. Programs of a group share weight tiles through L2.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.pdl import pdl_options
-from kernels.tiles import FixedGemmTile, fixed_gemm_tile
+from kernels.fixed_tiles import SPLIT_UNIT, FixedGemmTile, fixed_gemm_tile, fixed_splits
+from kernels.pdl import pdl_options, prefetch_l2
+from kernels.small_gemm import GemmWorkspace
 
 GROUP_M = 8
 """Row tiles that are walked before the next column tile, so that they share weight tiles in L2."""
+
+
+@triton.jit
+def _place(
+    tile, num_tokens, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Row tile and column tile of a tile's number."""
+    num_m = tl.cdiv(num_tokens, BLOCK_M)
+    num_n = tl.cdiv(num_rows, BLOCK_N)
+    group = tile // (GROUP * num_n)
+    group_m = tl.minimum(num_m - group * GROUP, GROUP)
+    rest = tile % (GROUP * num_n)
+    return group * GROUP + rest % group_m, rest // group_m
+
+
+@triton.jit
+def _sum(
+    x,
+    weight,
+    tile_m,
+    tile_n,
+    k_begin,
+    k_end,
+    num_tokens,
+    num_rows,
+    x_stride,
+    weight_stride,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """One tile of x W^T over K from k_begin to k_end; x and weight are pointers or descriptors."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if TMA:
+        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
+            a = x.load([tile_m * BLOCK_M, k])
+            w = weight.load([tile_n * BLOCK_N, k])
+            acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
+    else:
+        tokens = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        # Rows of the weight past the end read the last one; their results are not stored.
+        rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), num_rows - 1).to(tl.int64)
+        columns = tl.arange(0, BLOCK_K)
+        token_mask = (tokens < num_tokens)[:, None]
+        x_at = x + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
+        weight_at = weight + rows[:, None] * weight_stride + columns[None, :]
+        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
+            if K % BLOCK_K == 0:
+                a = tl.load(x_at + k, mask=token_mask, other=0.0)
+                w = tl.load(weight_at + k)
+            else:
+                mask = (k + columns < K)[None, :]
+                a = tl.load(x_at + k, mask=token_mask & mask, other=0.0)
+                w = tl.load(weight_at + k, mask=mask, other=0.0)
+            acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
+    return acc
+
+
+@triton.jit
+def _store(
+    acc,
+    tile_m,
+    tile_n,
+    out_ptr,
+    bias_ptr,
+    residual_ptr,
+    num_tokens,
+    num_rows,
+    out_stride,
+    residual_stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """acc + bias + residual, rounded once."""
+    tokens = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    rows = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        at = residual_ptr + tokens[:, None] * residual_stride + rows[None, :]
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    out_at = out_ptr + tokens[:, None] * out_stride + rows[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fixed_gemm_kernel(
     out_ptr,
-    x_ptr,
+    x,
+    weight,
     weight_ptr,
     bias_ptr,
     residual_ptr,
+    partial_ptr,
+    arrivals_ptr,
     num_tokens,
     num_rows,
-    k_len,
     out_stride,
     x_stride,
     weight_stride,
     residual_stride,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -42,40 +144,73 @@ def _fixed_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    num_m = tl.cdiv(num_tokens, BLOCK_M)
-    num_n = tl.cdiv(num_rows, BLOCK_N)
-    program = tl.program_id(0)
-    group = program // (GROUP * num_n)
-    group_m = tl.minimum(num_m - group * GROUP, GROUP)
-    tile_m = group * GROUP + (program % (GROUP * num_n)) % group_m
-    tile_n = (program % (GROUP * num_n)) // group_m
-    tokens = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.arange(0, BLOCK_K)
-    safe_tokens = tl.minimum(tokens, num_tokens - 1).to(tl.int64)
-    safe_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
-    x_at = x_ptr + safe_tokens[:, None] * x_stride + columns[None, :]
-    weight_at = weight_ptr + safe_rows[:, None] * weight_stride + columns[None, :]
+    first = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
+        if PREFETCH_LINES > 0:
+            LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            _, first_n = _place(first, num_tokens, num_rows, GROUP, BLOCK_M, BLOCK_N)
+            rows = tl.minimum(first_n * BLOCK_N + tl.arange(0, BLOCK_N), num_rows - 1).to(tl.int64)
+            lines = tl.program_id(1) * SPLIT_LEN + tl.arange(0, PREFETCH_LINES) * LINE
+            prefetch_l2(weight_ptr + rows[:, None] * weight_stride + lines[None, :])
         gdc_wait()
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in tl.range(0, k_len, BLOCK_K, num_stages=STAGES):
-        mask = columns[None, :] < k_len - k
-        x = tl.load(x_at + k, mask=mask, other=0.0)
-        w = tl.load(weight_at + k, mask=mask, other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision=DOT_PRECISION)
-    mask = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + safe_rows).to(tl.float32)[None, :]
-    if HAS_RESIDUAL:
-        at = residual_ptr + safe_tokens[:, None] * residual_stride + rows[None, :]
-        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    out_at = out_ptr + safe_tokens[:, None] * out_stride + rows[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if PERSISTENT:
+        num_tiles = tl.cdiv(num_tokens, BLOCK_M) * tl.cdiv(num_rows, BLOCK_N)
+        for tile in tl.range(first, num_tiles, tl.num_programs(0), flatten=True):
+            tile_m, tile_n = _place(tile, num_tokens, num_rows, GROUP, BLOCK_M, BLOCK_N)
+            acc = _sum(
+                x, weight, tile_m, tile_n, 0, K, num_tokens, num_rows, x_stride, weight_stride,
+                K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA,
+            )  # fmt: skip
+            _store(
+                acc, tile_m, tile_n, out_ptr, bias_ptr, residual_ptr, num_tokens, num_rows,
+                out_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        return
+    tile_m, tile_n = _place(first, num_tokens, num_rows, GROUP, BLOCK_M, BLOCK_N)
+    is_final = True
+    if PARALLEL:
+        begin = tl.program_id(1) * SPLIT_LEN
+        acc = _sum(
+            x, weight, tile_m, tile_n, begin, min(begin + SPLIT_LEN, K),
+            num_tokens, num_rows, x_stride, weight_stride,
+            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA,
+        )  # fmt: skip
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        base = partial_ptr + first.to(tl.int64) * (SPLITS * SIZE)
+        tl.store(base + tl.program_id(1) * SIZE + at, acc)
+        tl.debug_barrier()  # all stores of this program before its arrival
+        arrived = tl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel") + 1
+        is_final = arrived == SPLITS
+        if is_final:
+            tl.store(arrivals_ptr + first, 0)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for split in tl.static_range(SPLITS):
+                acc += tl.load(base + split * SIZE + at, cache_modifier=".cg")
+    elif SPLITS > 1:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for split in range(SPLITS):
+            begin = split * SPLIT_LEN
+            acc += _sum(
+                x, weight, tile_m, tile_n, begin, min(begin + SPLIT_LEN, K),
+                num_tokens, num_rows, x_stride, weight_stride,
+                K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA,
+            )  # fmt: skip
+    else:
+        acc = _sum(
+            x, weight, tile_m, tile_n, 0, K, num_tokens, num_rows, x_stride, weight_stride,
+            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA,
+        )  # fmt: skip
+    if is_final:
+        _store(
+            acc, tile_m, tile_n, out_ptr, bias_ptr, residual_ptr, num_tokens, num_rows,
+            out_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 def fixed_linear(
@@ -84,8 +219,10 @@ def fixed_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    workspace: GemmWorkspace | None = None,
     pdl: bool = False,
     tile: FixedGemmTile | None = None,
+    splits: int = 0,
 ) -> None:
     """out = x W^T + bias + residual; a row's bits depend on that row of x only, not on M or its
     place.
@@ -95,27 +232,49 @@ def fixed_linear(
             residual, not x.
         x: [M, K], last dimension contiguous. weight: [N, K], last dimension contiguous, dtype of x.
         bias: [N]. residual: [M, N], last dimension contiguous.
+        workspace: where parts of K may be summed side by side; one per stream. None, or one too
+            small: one after the other.
         pdl: launch while the kernel before still runs.
-        tile: None: from the table.
+        tile: None: from the table. splits: parts of K, part of the numerics; 0: from the table.
     """
     num_tokens = x.shape[0]
     num_rows, k = weight.shape
     if tile is None:
-        tile = fixed_gemm_tile(num_tokens, num_rows, x.dtype)
-    grid = (triton.cdiv(num_tokens, tile.block_m) * triton.cdiv(num_rows, tile.block_n),)
-    _fixed_gemm_kernel[grid](
+        tile = fixed_gemm_tile(num_tokens, num_rows, k, x.dtype)
+    splits = splits or fixed_splits(num_rows, k, x.dtype)
+    tiles = triton.cdiv(num_tokens, tile.block_m) * triton.cdiv(num_rows, tile.block_n)
+    parallel = (
+        tile.parallel
+        and splits > 1
+        and workspace is not None
+        and tiles <= len(workspace.arrivals)
+        and tiles * splits * tile.block_m * tile.block_n <= len(workspace.partials)
+    )
+    persistent = tile.persistent and splits == 1
+    tma = tile.tma and _takes_descriptors(x, weight)
+    programs = min(tiles, _num_processors(x)) if persistent else tiles
+    is_memory_bound = num_tokens <= 64
+    _fixed_gemm_kernel[(programs, splits if parallel else 1)](
         out,
-        x,
+        _tiles_of(x, tile.block_m, tile.block_k) if tma else x,
+        _tiles_of(weight, tile.block_n, tile.block_k) if tma else weight,
         weight,
         bias if bias is not None else weight,
         residual if residual is not None else x,
+        workspace.partials if workspace is not None and parallel else out,
+        workspace.arrivals if workspace is not None and parallel else out,
         num_tokens,
         num_rows,
-        k,
         out.stride(0),
         x.stride(0),
         weight.stride(0),
         residual.stride(0) if residual is not None else 0,
+        K=k,
+        SPLITS=splits,
+        SPLIT_LEN=triton.cdiv(k, splits * SPLIT_UNIT) * SPLIT_UNIT,
+        PARALLEL=parallel,
+        PERSISTENT=persistent,
+        TMA=tma,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK_M=tile.block_m,
@@ -123,10 +282,31 @@ def fixed_linear(
         BLOCK_K=tile.block_k,
         GROUP=GROUP_M,
         STAGES=tile.num_stages,
+        PREFETCH_LINES=2 * tile.block_k * x.element_size() // 128 if is_memory_bound else 0,
         DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         **pdl_options(out, pdl),
     )
+
+
+def _tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+    """A descriptor: loads of tiles by one instruction, with zeros beyond the edges."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+def _takes_descriptors(*matrices: torch.Tensor) -> bool:
+    """Whether the hardware's rules hold: 16-byte aligned rows, a two-byte type."""
+    return all(
+        m.element_size() == 2 and m.data_ptr() % 16 == 0 and m.stride(0) * 2 % 16 == 0
+        for m in matrices
+    )
+
+
+def _num_processors(tensor: torch.Tensor) -> int:
+    """Streaming multiprocessors of the tensor's device; 4 where it is no GPU."""
+    if not tensor.is_cuda:
+        return 4
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def fixed_linear_ref(

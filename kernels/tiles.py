@@ -217,29 +217,5 @@ def use_small_gemm(m: int, n: int, k: int) -> bool:
     return m <= 64 and n * k > 0
 
 
-@dataclass(frozen=True, slots=True)
-class FixedGemmTile:
-    """Batch-invariant GEMM: block_k and the instruction are part of the numerics, the rest is
-    speed."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-def fixed_gemm_tile(m: int, n: int, dtype: torch.dtype) -> FixedGemmTile:
-    """Tile of fixed_linear. Every choice runs 64-row matrix instructions over K in the same
-    steps."""
-    if dtype.itemsize == 4:
-        return FixedGemmTile(64, 64, 32, 4, 2)
-    if m <= 64:
-        return FixedGemmTile(64, 32 if n <= 8192 else 64, 64, 4, 5)
-    if m <= 128:
-        return FixedGemmTile(128, 64 if n <= 8192 else 128, 64, 4, 4)
-    return FixedGemmTile(128, 128 if n <= 2048 else 256, 64, 8, 3)
-
-
 def _power_of_2_up(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()

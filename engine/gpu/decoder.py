@@ -92,9 +92,11 @@ class GpuDecoder:
                 norm_scratch=a.normed,
             )  # fmt: skip
             return
+        # Fixed tiles: every kernel of the step is ours and waits, so each may start early.
+        pdl = self.linears.deterministic
         for index, layer in enumerate(self._weights.layers):
-            self._plain_layer(index, layer, a, work, None)
-        self._plain_head(a.normed, a.projected, a.hidden, logits)
+            self._plain_layer(index, layer, a, work, None, pdl=pdl)
+        self._plain_head(a.normed, a.projected, a.hidden, logits, pdl=pdl)
 
     def packed(
         self,
@@ -154,24 +156,25 @@ class GpuDecoder:
         a: Activations,
         decode: DecodeWork | None,
         prompts: PromptWork | None,
+        pdl: bool = False,
     ) -> None:
         """One layer with separate products; leaves the MLP's output in `projected`, not added."""
         plain, eps = self.linears.plain, self.spec.rms_norm_eps
         if index == 0:
-            rms_norm(a.normed, a.hidden, layer.attn_norm, eps)
+            rms_norm(a.normed, a.hidden, layer.attn_norm, eps, pdl=pdl)
         else:
-            rms_norm(a.normed, a.projected, layer.attn_norm, eps, residual=a.hidden)
-        plain(a.qkv, a.normed, _dense(layer.qkv), layer.qkv_bias)
-        self._rope(index, layer, a, pdl=False)
+            rms_norm(a.normed, a.projected, layer.attn_norm, eps, residual=a.hidden, pdl=pdl)
+        plain(a.qkv, a.normed, _dense(layer.qkv), layer.qkv_bias, pdl)
+        self._rope(index, layer, a, pdl=pdl)
         if decode is not None:
-            self._attend_decode(index, a.first(len(decode.rows)), decode, pdl=False)
+            self._attend_decode(index, a.first(len(decode.rows)), decode, pdl=pdl)
         if prompts is not None:
             self._attend_prompts(index, a, prompts)
-        plain(a.projected, a.attended, _dense(layer.o), None)
-        rms_norm(a.normed, a.projected, layer.mlp_norm, eps, residual=a.hidden)
-        plain(a.gate_up, a.normed, _dense(layer.gate_up), None)
-        silu_mul(a.gated, a.gate_up)
-        plain(a.projected, a.gated, _dense(layer.down), None)
+        plain(a.projected, a.attended, _dense(layer.o), None, pdl)
+        rms_norm(a.normed, a.projected, layer.mlp_norm, eps, residual=a.hidden, pdl=pdl)
+        plain(a.gate_up, a.normed, _dense(layer.gate_up), None, pdl)
+        silu_mul(a.gated, a.gate_up, pdl=pdl)
+        plain(a.projected, a.gated, _dense(layer.down), None, pdl)
 
     def _plain_head(
         self,
@@ -179,11 +182,13 @@ class GpuDecoder:
         projected: torch.Tensor,
         hidden: torch.Tensor,
         logits: torch.Tensor,
+        pdl: bool = False,
     ) -> None:
         rms_norm(
-            normed, projected, self._weights.final_norm, self.spec.rms_norm_eps, residual=hidden
-        )
-        self.linears.plain(logits, normed, self._head(), None)
+            normed, projected, self._weights.final_norm, self.spec.rms_norm_eps,
+            residual=hidden, pdl=pdl,
+        )  # fmt: skip
+        self.linears.plain(logits, normed, self._head(), None, pdl)
 
     def _rope(self, index: int, layer: LayerWeights, a: Activations, pdl: bool) -> None:
         k_cache, v_cache = self._cache.layer(index)

@@ -45,11 +45,19 @@ class Linears:
         )  # fmt: skip
 
     def plain(
-        self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pdl: bool = False,
     ) -> None:
-        """out [M, N] = x [M, K] W^T + bias, for any M; out is float32 or the dtype of x."""
+        """out [M, N] = x [M, K] W^T + bias, for any M; out is float32 or the dtype of x.
+
+        pdl: launch while the kernel before still runs, where the product is ours.
+        """
         if self.deterministic:
-            fixed_linear(out, x, weight, bias=bias)
+            fixed_linear(out, x, weight, bias=bias, workspace=self.workspace, pdl=pdl)
         elif out.dtype != x.dtype:
             torch.ops.aten.mm.dtype_out(x, weight.t(), out.dtype, out=out)
         elif bias is not None:

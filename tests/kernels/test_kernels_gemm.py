@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 
 from kernels.fixed_gemm import fixed_linear, fixed_linear_ref
+from kernels.fixed_tiles import SPLIT_UNIT, FixedGemmTile, default_tile, m_bucket, read_table
 from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_ref
 from kernels.tiles import SmallGemmTile
 from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
@@ -121,3 +125,56 @@ def test_fixed_linear_gives_a_row_the_same_bits_whatever_m_is() -> None:
     middle = poisoned(1, 96, dtype=torch.float32)
     fixed_linear(middle, x[128:129], weight)
     assert torch.equal(middle[0], outputs[-1][128])
+
+
+TILES = {
+    "plain": FixedGemmTile(64, 32, 32, 4, 2),
+    "parallel": FixedGemmTile(64, 32, 32, 4, 2, parallel=True),
+    "descriptors": FixedGemmTile(64, 32, 32, 4, 2, tma=True),
+    "parallel descriptors": FixedGemmTile(64, 32, 32, 4, 2, parallel=True, tma=True),
+    "persistent": FixedGemmTile(64, 32, 32, 4, 2, persistent=True),
+    "persistent descriptors": FixedGemmTile(64, 32, 32, 4, 2, persistent=True, tma=True),
+    "wide": FixedGemmTile(128, 64, 32, 4, 2),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_fixed_linear_has_the_same_bits_by_every_way_of_its_tiles(splits) -> None:
+    """K of 328 is no multiple of a split; 3 splits leave the last one 72 columns."""
+    dtype = torch.float16
+    x, weight, options = arguments(70, 96, 328, "bias+residual", dtype)
+    expected = fixed_linear_ref(x, weight, **options, dtype=torch.float64)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    workspace.partials.fill_(float("nan"))
+    outputs = {}
+    for name, tile in TILES.items():
+        out = outputs[name] = poisoned(70, 96, dtype=dtype)
+        fixed_linear(out, x, weight, **options, workspace=workspace, tile=tile, splits=splits)
+        assert relative_error(out, expected) < TOLERANCE[dtype], name
+        assert not workspace.arrivals.any(), name
+    assert all(torch.equal(out, outputs["plain"]) for out in outputs.values())
+    out = poisoned(70, 96, dtype=dtype)  # no workspace: one part after the other
+    fixed_linear(out, x, weight, **options, tile=TILES["parallel"], splits=splits)
+    assert torch.equal(out, outputs["plain"])
+
+
+def test_fixed_gemm_tiles_come_from_the_sweeps_file(tmp_path) -> None:
+    path = tmp_path / "tiles.json"
+    assert read_table(path).tiles == {}
+    tile = FixedGemmTile(64, 128, 64, 4, 5, parallel=True)
+    shape = {"n": 96, "k": 328, "splits": 2, "tiles": {"64": asdict(tile)}}
+    path.write_text(json.dumps({"shapes": [shape]}))
+    table = read_table(path)
+    assert table.splits == {(96, 328): 2}
+    assert table.tiles == {(64, 96, 328): tile}
+    path.write_text('{"shapes": [{"n": 1}]}')
+    with pytest.raises(ValueError, match="no table"):
+        read_table(path)
+
+
+def test_every_default_tile_of_a_split_shape_sums_the_same_parts() -> None:
+    for n, k in [(4096, 4096), (4096, 12288), (1024, 3072), (24576, 4096), (576, 1536)]:
+        for m in (1, 64, 100, 256, 2048, 8192):
+            tile = default_tile(m, n, k, torch.bfloat16)
+            assert SPLIT_UNIT % tile.block_k == 0
+            assert m_bucket(m) >= m or m_bucket(m) == 2048

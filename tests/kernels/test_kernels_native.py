@@ -8,7 +8,8 @@ import torch
 
 from kernels.decode_partials import new_decode_workspace
 from kernels.decode_plan import new_decode_plan, plan_decode
-from kernels.fixed_gemm import fixed_linear
+from kernels.fixed_gemm import fixed_linear, fixed_linear_ref
+from kernels.fixed_tiles import FixedGemmTile
 from kernels.paged_decode import paged_decode, paged_decode_ref
 from kernels.prefill import prefill_attention, prefill_attention_ref
 from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_ref
@@ -75,15 +76,30 @@ def test_prefill_bits_do_not_depend_on_the_chunks(heads, kv_heads, head_dim) -> 
     assert torch.equal(whole, pieces)
 
 
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (1024, 3072), (960, 576)])
+WIDE_TILES = [
+    FixedGemmTile(64, 128, 128, 4, 3, parallel=True, tma=True),
+    FixedGemmTile(128, 256, 64, 8, 3, tma=True),
+    FixedGemmTile(128, 128, 64, 8, 4, tma=True, persistent=True),
+    FixedGemmTile(64, 32, 64, 4, 5),
+]
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (1024, 3072), (960, 576), (4096, 4096)])
 def test_fixed_linear_bits_do_not_depend_on_m(n, k) -> None:
     x, weight = randn(1100, k, dtype=BF16), randn(n, k, dtype=BF16, seed=1)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
     whole = poisoned(1100, n, dtype=BF16)
-    fixed_linear(whole, x, weight)
+    fixed_linear(whole, x, weight, workspace=workspace)
+    expected = fixed_linear_ref(x, weight, dtype=torch.float64)
+    assert relative_error(whole, expected) < 6e-3
     for m in (1, 7, 64, 65, 128, 200, 256, 1000):
         out = poisoned(m, n, dtype=BF16)
-        fixed_linear(out, x[:m], weight)
+        fixed_linear(out, x[:m], weight, workspace=workspace, pdl=m % 2 == 0)
         assert torch.equal(out, whole[:m]), m
+    for tile in WIDE_TILES:
+        out = poisoned(1100, n, dtype=BF16)
+        fixed_linear(out, x, weight, workspace=workspace, tile=tile)
+        assert torch.equal(out, whole), tile
 
 
 @pytest.mark.parametrize("m", [1, 2, 8, 33, 64])
