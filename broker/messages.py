@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from broker.ring.records import Sampling
 from tokenbus.errors import TokenbusError
+from tokenbus.events import Done as Done  # the same here as for a client
+from tokenbus.events import Reason
+from tokenbus.events import Usage as Usage
 from tokenbus.request import JobRequest
 
 IntArray = npt.NDArray[np.int32]
@@ -99,7 +102,7 @@ class Cancel:
     not_found)."""
 
     job: str
-    reason: str = "cancelled"
+    reason: Reason = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +158,9 @@ class Refused:
     error: TokenbusError
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Output tokens of one job. seq: of the first id; the last one's is seq + len(ids) - 1. text
-    is valid UTF-8.
+    is valid UTF-8. A tuple, and its order that of an event on the wire: there are many.
 
     The text after N tokens depends on those N ids only, so an attempt that continues from a log
     repeats nothing.
@@ -169,36 +171,6 @@ class Tokens:
     seq: int
     ids: Sequence[int]
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Counts and durations of a finished job, in tokens and milliseconds."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    queue_ms: float
-    ttft_ms: float
-    total_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The job's end. seq: of its last token (0 if none). text: what was held back for a stop
-    string and is now free.
-
-    reason: stop, length, cancelled or deadline. crc: CRC-32 over all output ids as little-endian
-    int32.
-    """
-
-    job: str
-    attempt: int
-    seq: int
-    reason: str
-    text: str
-    usage: Usage
-    crc: int
 
 
 @dataclass(frozen=True, slots=True)

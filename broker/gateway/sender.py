@@ -14,6 +14,7 @@ from broker.gateway.sessions import MAX_PENDING, Client, Peer
 from broker.gateway.stream import Stream
 from broker.messages import Done, Failed, Tokens
 from tokenbus.bodies import error_to_body
+from tokenbus.events import usage_to_map
 from tokenbus.protocol import MessageType, encode_trusted
 
 MAX_EVENTS_CHARS = 256 << 10  # of unsent text in one TOKENS message; a client's limit is above it
@@ -84,10 +85,7 @@ class Sender:
             return
         batches, self._batch = self._batch, {}
         for client, batch in batches.items():
-            rows: list[object] = [
-                [event.job, event.attempt, event.seq, event.ids, event.text] for _, event in batch
-            ]
-            if self._send_tokens(client, rows):
+            if self._send_tokens(client, [event for _, event in batch]):
                 for stream, _ in batch:
                     stream.trim(self._log_tokens)
                 continue
@@ -188,14 +186,13 @@ def terminal_frames(event: Done | Failed) -> list[bytes]:
     if isinstance(event, Failed):
         where = {"job": event.job, "attempt": event.attempt, "seq": event.seq}
         return encode_trusted(MessageType.ERROR, error_to_body(event.error, **where))
-    usage = event.usage
     body = {
         "job": event.job,
         "attempt": event.attempt,
         "seq": event.seq,
         "reason": event.reason,
         "text": event.text,
-        "usage": {name: getattr(usage, name) for name in usage.__slots__},
+        "usage": usage_to_map(event.usage),
         "crc": event.crc,
     }
     return encode_trusted(MessageType.DONE, body)

@@ -23,6 +23,7 @@ from broker.ring import records
 from broker.text.detokenizer import Detokenizer
 from broker.text.vocabulary import Vocabulary
 from tokenbus.errors import TokenbusError
+from tokenbus.events import Reason
 
 # As plain integers: looked at for every token.
 _STOP, _LENGTH = int(records.Finish.STOP), int(records.Finish.LENGTH)
@@ -115,7 +116,7 @@ class Job:
             cost_tokens=len(prepared.prompt_ids) + prepared.max_tokens - len(self.ids),
         )
 
-    def resume_text(self) -> str | None:
+    def resume_text(self) -> Reason | None:
         """Feed the ids of earlier attempts, whose text is out. The reason if they end the job."""
         ids = self.ids
         if not len(ids):
@@ -150,7 +151,7 @@ class Job:
             self.first_token_ns = now_ns
         return Tokens(self.name, self.attempt, seq, ids, text)
 
-    def done(self, reason: str, now_ns: int) -> Done:
+    def done(self, reason: Reason, now_ns: int) -> Done:
         """The terminal event; its text is what was still held back."""
         return Done(
             job=self.name,

@@ -96,21 +96,4 @@ def failed_fields(error: TokenbusError) -> tuple[str, ...]:
 
 def done_fields(event: Done) -> tuple[str, ...]:
     """Fields and values of a done entry."""
-    usage = event.usage
-    done = events.Done(
-        event.job,
-        event.attempt,
-        event.seq,
-        events.read_reason(event.reason),
-        event.text,
-        events.Usage(
-            usage.prompt_tokens,
-            usage.completion_tokens,
-            usage.cached_tokens,
-            usage.queue_ms,
-            usage.ttft_ms,
-            usage.total_ms,
-        ),
-        event.crc,
-    )
-    return flat(event_to_entry(done))
+    return flat(event_to_entry(event))

@@ -88,16 +88,15 @@ class Job:
     is_paused: bool = False
     due: float = 0.0
     last_flush: float = 0.0
+    key: tuple[str, str] = field(init=False)  # stream and entry id
+
+    def __post_init__(self) -> None:
+        self.key = self.stream, self.entry
 
     @property
     def id(self) -> str:
         """The job id."""
         return self.request.job
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Stream and entry id."""
-        return self.stream, self.entry
 
     @property
     def written_seq(self) -> int:

@@ -70,22 +70,25 @@ class Pickup:
         if (stream, entry) in state.jobs:
             return
         values = dict(zip(fields[::2], fields[1::2], strict=True))
-        lease_end = state.new_lease_end(asked_at)
-        job = Job(stream, entry, JobRequest(job=entry), fingerprint_of(values), lease_end)
-        state.jobs.add(job)
+        refusal: TokenbusError | None = None
         try:
             request = parse_entry(values, entry)
             if request.have:
                 raise Unsupported("have: the reply stream has a job's tokens here", field="have")
         except TokenbusError as error:
-            job.request = JobRequest(job=job_id_of(values, entry))
-            self._reject(job, error)
-            return
+            refusal = error
+            request = JobRequest(job=job_id_of(values, entry))
         # The stream an entry is in decides its priority.
         priority = PRIORITIES[state.streams.index(stream)]
-        same = request.priority == priority
-        job.request = request if same else replace(request, priority=priority)
-        self._prepare(job)
+        if request.priority != priority:
+            request = replace(request, priority=priority)
+        lease_end = state.new_lease_end(asked_at)
+        job = Job(stream, entry, request, fingerprint_of(values), lease_end)
+        state.jobs.add(job)
+        if refusal is not None:
+            self._reject(job, refusal)
+        else:
+            self._prepare(job)
 
     def on_prepared(self, message: Prepared) -> None:
         """The prompt is tokenized: on to the fence."""

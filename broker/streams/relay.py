@@ -27,7 +27,6 @@ from broker.messages import (
     Refused,
     SubmitDurable,
     Tokens,
-    Usage,
 )
 from broker.streams.entries import fingerprint_of, flat, last_seq_of
 from broker.streams.intake import BLOCK_MARGIN_S, IDLE_PING_S
@@ -304,8 +303,7 @@ def _new_part(event: events.Tokens, followed: _Followed) -> list[Event]:
     return [Tokens(event.job, event.attempt, event.seq, event.ids, event.text)]
 
 
-def _end_of(event: events.Done | events.Failed) -> Event:
+def _end_of(event: Done | events.Failed) -> Event:
     if isinstance(event, events.Failed):
         return Failed(event.job, event.attempt, event.seq, event.error)
-    usage = Usage(**events.usage_to_map(event.usage))
-    return Done(event.job, event.attempt, event.seq, event.reason, event.text, usage, event.crc)
+    return event

@@ -26,6 +26,7 @@ from tokenbus.events import (
 from tokenbus.fields import MAX_TOKEN_ID
 from tokenbus.flat import read_json
 
+_to_json = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes one a call
 _ENTRY_ID = re.compile(r"([0-9]{1,19})-([0-9]{1,19})\Z")
 
 
@@ -57,10 +58,10 @@ def event_to_entry(event: Event) -> dict[str, str]:
             "prompt_tokens": str(event.prompt_tokens),
         }
     if isinstance(event, Tokens):
-        ids = json.dumps(event.ids, separators=(",", ":"))
+        ids = _to_json(event.ids)
         return {"event": "tokens", "text": event.text, "ids": ids, "seq": str(event.seq)}
     if isinstance(event, Done):
-        usage = json.dumps(usage_to_map(event.usage), separators=(",", ":"))
+        usage = _to_json(usage_to_map(event.usage))
         fields = {"event": "done", "reason": event.reason, "usage": usage, "crc": str(event.crc)}
         if event.text:
             fields["text"] = event.text

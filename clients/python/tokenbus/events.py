@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from tokenbus.errors import BadFrame, TokenbusError
@@ -28,6 +29,10 @@ class Usage:
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
     total_ms: float = 0.0
+
+
+USAGE_FIELDS = tuple(field.name for field in fields(Usage))
+_values_of = attrgetter(*USAGE_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ def crc32_of_ids(ids: Iterable[int], crc: int = 0) -> int:
 
 def usage_to_map(usage: Usage) -> dict[str, Any]:
     """`Usage` as the wire has it."""
-    return {name: getattr(usage, name) for name in Usage.__slots__}
+    return dict(zip(USAGE_FIELDS, _values_of(usage), strict=True))
 
 
 def usage_from_map(values: object) -> Usage:
@@ -119,7 +124,7 @@ def usage_from_map(values: object) -> Usage:
     if not isinstance(values, Mapping):
         raise BadFrame("usage is not a map")
     known: dict[str, Any] = {}
-    for name in Usage.__slots__:
+    for name in USAGE_FIELDS:
         value = values.get(name, 0)
         if type(value) is not int and type(value) is not float:
             raise BadFrame(f"usage.{name} is not a number")
