@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,66 +87,85 @@ class Witness:
             self.num_checked += run.sampling.has_penalties
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
-
-
-@pytest.fixture
-def runner(model: Path, monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
-    interpret_graphs(monkeypatch)
-    return make_runner(model)
-
-
-@pytest.fixture
-def witness(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> Witness:
-    witness = Witness()
-    tables = runner._tables
-    monkeypatch.setattr(tables, "take_over", witness.take_over(tables.take_over))
+def watch(runner: GpuRunner, patch: pytest.MonkeyPatch) -> Witness:
+    """Put a witness beside everything that this runner samples, until the patch is undone."""
+    witness, tables = Witness(), runner._tables
+    patch.setattr(tables, "take_over", witness.take_over(tables.take_over))
     for module in (decode_graph, packed_step, prompt_graph):
-        wrapped = witness.sample_rows(module.sample_rows)
-        monkeypatch.setattr(module, "sample_rows", wrapped)
+        patch.setattr(module, "sample_rows", witness.sample_rows(module.sample_rows))
     return witness
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        interpret_graphs(patch)
+        yield tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="module")
+def runner(model: Path) -> GpuRunner:
+    return make_runner(model)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runner: GpuRunner) -> tuple[list[list[int]], Witness]:
+    """Tokens of all runs, and who saw them sampled."""
+    with pytest.MonkeyPatch.context() as patch:
+        witness = watch(runner, patch)
+        return generate_ahead(runner, RUNS, NEW_TOKENS), witness
+
+
 def test_each_row_is_penalised_by_its_own_tokens_while_rows_change_hands(
-    runner: GpuRunner, witness: Witness
+    undisturbed: tuple[list[list[int]], Witness],
 ) -> None:
-    outputs = generate_ahead(runner, RUNS, NEW_TOKENS)
+    outputs, witness = undisturbed
     assert witness.num_checked >= 4 * NEW_TOKENS
     assert len(set(outputs[4])) == NEW_TOKENS, "a token came twice at a frequency penalty"
-    assert set(witness.kinds) >= {SampleKind.PENALISED}
-    for i in (2, 3):
-        assert generate_ahead(runner, [RUNS[i]], NEW_TOKENS) == [outputs[i]]
+    assert SampleKind.PENALISED in witness.kinds
 
 
-def test_a_continued_run_and_a_preempted_one_give_the_tokens_of_the_undisturbed(
-    runner: GpuRunner, model: Path
+def test_a_run_alone_gives_the_tokens_it_gives_beside_others(
+    runner: GpuRunner, undisturbed: tuple[list[list[int]], Witness]
 ) -> None:
-    undisturbed = generate_ahead(runner, RUNS, NEW_TOKENS)
+    for i in (2, 3):
+        assert generate_ahead(runner, [RUNS[i]], NEW_TOKENS) == [undisturbed[0][i]]
+
+
+def test_continued_runs_give_the_tokens_of_undisturbed_ones(
+    runner: GpuRunner, undisturbed: tuple[list[list[int]], Witness]
+) -> None:
     again = [
         Run(run.prompt, run.sampling, tokens[:known])
-        for known, (run, tokens) in enumerate(zip(RUNS, undisturbed, strict=True), start=1)
+        for known, (run, tokens) in enumerate(zip(RUNS, undisturbed[0], strict=True), start=1)
     ]
-    assert generate_ahead(runner, again, NEW_TOKENS) == undisturbed
+    assert generate_ahead(runner, again, NEW_TOKENS) == undisturbed[0]
+
+
+def test_preempted_runs_give_the_tokens_of_undisturbed_ones(
+    model: Path, undisturbed: tuple[list[list[int]], Witness]
+) -> None:
     tight = make_runner(model, num_blocks=4)
     scheduler = Scheduler(tight.info)
-    assert generate_ahead(tight, RUNS, NEW_TOKENS, scheduler) == undisturbed
+    assert generate_ahead(tight, RUNS, NEW_TOKENS, scheduler) == undisturbed[0]
     assert scheduler.preemptions > 0
 
 
 def test_without_penalties_no_step_counts_and_no_graph_for_them_is_made(
-    runner: GpuRunner, witness: Witness
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    runner = make_runner(model)
+    witness = watch(runner, monkeypatch)
     runner._tables.penalties.counts.fill_(-999)
     runs = [Run(prompt, Sampling(top_k=5, temperature=0.5)) for prompt in PROMPTS[:2]]
-    generate_ahead(runner, [*runs, Run(PROMPTS[2], Sampling())], NEW_TOKENS)
+    generate_ahead(runner, [*runs, Run(PROMPTS[2], Sampling())], 3)
     assert set(witness.kinds) <= {SampleKind.PLAIN, SampleKind.FILTERED}
-    assert {key[3] for key in runner._graphs._graphs} == {SampleKind.PLAIN, SampleKind.FILTERED}
+    assert SampleKind.PENALISED not in {key[3] for key in runner._graphs._graphs}
     assert (runner._tables.penalties.counts == -999).all()
 
 
-def test_warming_up_touches_no_count(runner: GpuRunner) -> None:
+def test_warming_up_touches_no_count(model: Path) -> None:
+    runner = make_runner(model)
     runner._tables.penalties.counts.fill_(-999)
     assert runner.prepare()
     assert (runner._tables.penalties.counts == -999).all()
