@@ -45,7 +45,9 @@ from broker.text.detokenizer import Detokenizer
 from broker.text.vocabulary import Vocabulary
 from tokenbus.errors import Busy, Conflict, Draining, TokenbusError, Unsupported
 from tokenbus.protocol import MessageType
-from tokenbus.request import MAX_SEED, JobRequest
+from tokenbus.request import JobRequest
+
+SEED_BITS = 53  # what every language's numbers hold exactly
 
 log = structlog.get_logger("broker.gateway")
 
@@ -227,7 +229,7 @@ class Jobs:
         stops = request.params.stop
         stream.open(message, Detokenizer(self._vocabulary, stops, message.min_tokens))
         seed = request.params.seed
-        stream.seed = self._seeds.randrange(MAX_SEED + 1) if seed is None else seed
+        stream.seed = self._seeds.getrandbits(SEED_BITS) if seed is None else seed
         submit = Submit(
             prepared=message,
             door=self._wiring.door,

@@ -74,7 +74,8 @@ class Stream:
         """The request is prepared; base: a fresh detokenizer for it."""
         self.prefix = prepared.request.have
         self.prompt_tokens = len(prepared.prompt_ids)
-        base.feed(self.prefix)
+        if self.prefix:
+            base.feed(self.prefix)
         self._base = base
         self.base_seq = self.sent_seq = len(self.prefix)
 

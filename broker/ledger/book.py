@@ -80,7 +80,7 @@ class Book:
                 if suspect is not None:
                     runs.start(suspect, solo=True)
             return
-        while runs.num_free:
+        while len(queue) and runs.num_free:
             ticket = queue.pop(runs.tenants.at_limit(runs.max_num_seqs))
             if ticket is None:
                 break

@@ -25,6 +25,7 @@ MAJOR = 1
 HEAD_BYTES = 4
 
 MAX_KEY_BYTES = 32
+_SHORT_KEY_CHARS = MAX_KEY_BYTES // 4  # no character of UTF-8 is longer than 4 bytes
 MAX_DEPTH = 6  # containers inside each other, the body's own map included
 MAX_INT = 2**53 - 1  # what a double, and so every language, holds exactly
 
@@ -47,6 +48,10 @@ class MessageType(IntEnum):
     PONG = 13  # both
     STATS = 14  # c -> w: question; w -> c: answer
     DRAIN = 15  # w -> c: takes no new jobs
+
+
+_TYPES = {int(kind): kind for kind in MessageType}
+_HEADS = {kind: b"TB" + bytes((MAJOR, kind)) for kind in MessageType}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ def encode_trusted(kind: MessageType, body: Mapping[str, object]) -> list[bytes]
     """As `encode`, without checks: for bodies that our own code built from checked values, on the
     hot path.
     """
-    return [head(kind), msgpack.packb(body, use_bin_type=True)]
+    return [_HEADS[kind], msgpack.packb(body, use_bin_type=True)]
 
 
 def head(kind: MessageType, major: int = MAJOR) -> bytes:
@@ -113,7 +118,7 @@ def decode(
     """
     kind = _check_head(frames, limits)
     body = _unpack(bytes(frames[1]), check_values=kind not in checked_later)
-    return Message(kind, body, tuple(bytes(f) for f in frames[2:]))
+    return Message(kind, body, tuple(map(bytes, frames[2:])))
 
 
 def peek_type(frames: Sequence[bytes]) -> int:
@@ -132,10 +137,10 @@ def _check_head(frames: Sequence[bytes], limits: Limits) -> MessageType:
     if first[2] != MAJOR:
         raise VersionMismatch(f"peer speaks major version {first[2]}, offered here: [{MAJOR}]")
     _check_sizes(frames[1], frames[2:], limits)
-    try:
-        return MessageType(first[3])
-    except ValueError:
-        raise Unsupported(f"unknown message type {first[3]}", field="type") from None
+    kind = _TYPES.get(first[3])
+    if kind is None:
+        raise Unsupported(f"unknown message type {first[3]}", field="type")
+    return kind
 
 
 def _check_sizes(body: bytes, blobs: Sequence[bytes], limits: Limits) -> None:
@@ -181,7 +186,7 @@ def _map_from_pairs(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     for key, _ in pairs:
         if type(key) is not str:
             raise BadFrame(f"map key is a {_msgpack_name(key)}, expected a string")
-        if len(key) > MAX_KEY_BYTES or len(key.encode()) > MAX_KEY_BYTES:
+        if len(key) > _SHORT_KEY_CHARS and len(key.encode()) > MAX_KEY_BYTES:
             raise BadFrame(f"map key {key[:40]!r} is longer than {MAX_KEY_BYTES} bytes")
     result = dict(pairs)
     if len(result) != len(pairs):
