@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.integration.fake_worker import FakeWorker
-from tokenbus import AsyncClient, Timeouts, TokenbusError
+from tokenbus import AsyncClient, Timeouts, TokenbusError, zmq_job
 from tokenbus.errors import (
     BusUnavailable,
     Busy,
@@ -224,15 +224,18 @@ async def test_a_new_connection_to_the_same_worker_resumes(
     assert await reading == "ab"
 
 
+@pytest.mark.parametrize("retry_ms", [20, None], ids=["when it says", "after a while"])
 async def test_a_worker_too_busy_to_resume_a_job_is_asked_again(
-    worker: FakeWorker, client: AsyncClient
+    retry_ms: int | None, worker: FakeWorker, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A durable job after a restart of its broker, which has not found its Redis yet."""
+    monkeypatch.setattr(zmq_job, "RESUME_AGAIN_S", 3_600.0 if retry_ms else 0.02)
     reading = await begun(worker, client, durable=True)
     await worker.error(NoSession("who are you?"))
     await worker.expect(T.RESUME)
-    await worker.error(Busy("Redis cannot be reached now", retry_ms=1_000), job="j")
-    assert (await worker.expect(T.RESUME)).body == {"job": "j", "after": 1}
+    for _ in range(7):  # more often than a hole is asked for
+        await worker.error(Busy("Redis cannot be reached now", retry_ms=retry_ms), job="j")
+        assert (await worker.expect(T.RESUME)).body == {"job": "j", "after": 1}
     await worker.tokens(("j", 2, [6], "b"))
     await worker.done("j", [5, 6])
     assert await reading == "ab"

@@ -7,6 +7,8 @@ import { packIds } from "./protocol.js";
 import type { JobStream } from "./stream.js";
 import type { JobStatus, Token } from "./types.js";
 
+export const RESUME_AGAIN_MS = 1_000;
+
 const INLINE_IDS = 64; // more travel as a blob
 
 export interface Followed {
@@ -17,7 +19,7 @@ export interface Followed {
   isAccepted: boolean;
   isResuming: boolean; // RESUME was sent and nothing new came since
   hasHole: boolean; // something came that does not follow the last token
-  isRefused: boolean; // the worker could not answer RESUME now
+  asksAgain: NodeJS.Timeout | undefined; // the worker was too busy for RESUME
   resumes: number; // since the hole is known
   resumedMs: number;
 }
@@ -25,21 +27,33 @@ export interface Followed {
 export function newFollowed(stream: JobStream, fields: Fields | undefined): Followed {
   const openedMs = performance.now();
   return {
-    stream, fields, openedMs, seed: undefined, isAccepted: false, isResuming: false, hasHole: false, isRefused: false,
-    resumes: 0, resumedMs: 0,
+    stream, fields, openedMs, seed: undefined, isAccepted: false, isResuming: false, hasHole: false,
+    asksAgain: undefined, resumes: 0, resumedMs: 0,
   };
 }
 
 /** The tokens go on after the last one, or nothing is known of them any more. */
 export function forgetHole(followed: Followed): void {
-  followed.isResuming = followed.hasHole = followed.isRefused = false;
+  followed.isResuming = followed.hasHole = false;
   followed.resumes = 0;
+  dropTimer(followed);
 }
 
-/** RESUME came at a bad time, such as before the worker had found its Redis: ask again as long as it answers. */
-export function onBusy(followed: Followed): void {
-  followed.isRefused = true;
+export function dropTimer(followed: Followed): void {
+  clearTimeout(followed.asksAgain);
+  followed.asksAgain = undefined;
+}
+
+/** RESUME came at a bad time, such as before the worker had found its Redis: `resume` when it says, as long as it answers. */
+export function onBusy(followed: Followed, retryMs: number | undefined, resume: () => void): void {
   followed.resumes = 0;
+  dropTimer(followed);
+  followed.asksAgain = setTimeout(() => {
+    followed.asksAgain = undefined;
+    followed.isResuming = false;
+    if (!followed.stream.isOver) resume();
+  }, retryMs ?? RESUME_AGAIN_MS);
+  followed.asksAgain.unref();
 }
 
 /** Body and blobs of SUBMIT, with the seed and the ids the reader holds where another worker had the job before. */

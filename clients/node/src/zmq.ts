@@ -7,11 +7,12 @@ import { MessageType, type Message } from "./protocol.js";
 import { Session, type CurveKeys } from "./session.js";
 import type { JobStream } from "./stream.js";
 import { toUsage, type Done, type JobStatus, type Timeouts } from "./types.js";
-import { forgetHole, newFollowed, onBusy, submitMessage, toStatus, toToken, type Followed } from "./zmq-job.js";
+import {
+  dropTimer, forgetHole, newFollowed, onBusy, RESUME_AGAIN_MS, submitMessage, toStatus, toToken, type Followed,
+} from "./zmq-job.js";
 import type { Body } from "./msgpack.js";
 
 const GREETING_MS = 5_000;
-const RESUME_AGAIN_MS = 1_000;
 const MAX_RESUMES = 5; // without a new token in between
 
 const QUESTIONS = { cancel: MessageType.CANCEL, status: MessageType.STATS };
@@ -168,6 +169,7 @@ export class ZmqDoor implements Door {
   #forget(stream: JobStream): boolean {
     const row = this.#jobs.get(stream.job) ?? [];
     const rest = row.filter((followed) => followed.stream !== stream);
+    for (const followed of row) if (!rest.includes(followed)) dropTimer(followed);
     if (rest.length > 0) this.#jobs.set(stream.job, rest);
     else this.#jobs.delete(stream.job);
     return rest.length < row.length;
@@ -188,7 +190,7 @@ export class ZmqDoor implements Door {
     }
     if (followed.hasHole) followed.resumes += 1;
     followed.isResuming = true;
-    followed.isRefused = false;
+    dropTimer(followed);
     followed.resumedMs = now;
     this.#send(MessageType.RESUME, { job: stream.job, after: stream.assembler.last });
   }
@@ -214,7 +216,7 @@ export class ZmqDoor implements Door {
 
   #tick(): void {
     for (const followed of [...this.#jobs.values()].flat()) {
-      if (followed.hasHole || followed.isRefused) this.#resume(followed);
+      if (followed.hasHole && followed.asksAgain === undefined) this.#resume(followed);
       if (followed.stream.isOver) this.#forget(followed.stream);
     }
   }
@@ -287,7 +289,7 @@ export class ZmqDoor implements Door {
       this.#answer("cancel", { ...toStatus(body), state: "failed" });
     }
     for (const followed of row) {
-      if (followed.isResuming && error.code === "busy") onBusy(followed);
+      if (followed.isResuming && error.code === "busy") onBusy(followed, error.retryMs, () => this.#resume(followed));
       else if (followed.isResuming || error.code !== "gone") followed.stream.fail(error);
     }
   }

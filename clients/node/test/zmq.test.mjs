@@ -136,19 +136,31 @@ function mockSeconds(t) {
   };
 }
 
-test("a worker too busy to resume a job is asked again", () => withWorker(async (worker, client) => {
-  const reading = read(client, { durable: true });
-  await worker.expect(T.SUBMIT);
-  await worker.accept("j");
-  await worker.tokens(["j", 1, [5], "a"]);
-  await worker.send(T.ERROR, { code: "no_session", message: "who?", retry: true });
-  await worker.expect(T.RESUME);
-  await worker.send(T.ERROR, { job: "j", code: "busy", message: "Redis cannot be reached", retry: true, retry_ms: 1_000 });
-  assert.deepEqual({ ...(await worker.expect(T.RESUME)).body }, { job: "j", after: 1 });
-  await worker.tokens(["j", 2, [6], "b"]);
-  await worker.done("j", [5, 6]);
-  assert.equal(await reading, "ab");
-}));
+for (const retryMs of [20, undefined]) {
+  const when = retryMs === undefined ? "after a second" : "when it says";
+  test(`a worker too busy to resume a job is asked again ${when}`, (t) => {
+    const pass = mockSeconds(t);
+    return withWorker(async (worker, client) => {
+      const reading = read(client, { durable: true });
+      await worker.expect(T.SUBMIT);
+      await worker.accept("j");
+      await worker.tokens(["j", 1, [5], "a"]);
+      await worker.send(T.ERROR, { code: "no_session", message: "who?", retry: true });
+      await worker.expect(T.RESUME);
+      for (let i = 0; i < 7; i++) { // more often than a hole is asked for
+        const busy = { job: "j", code: "busy", message: "Redis cannot be reached", retry: true };
+        await worker.send(T.ERROR, retryMs === undefined ? busy : { ...busy, retry_ms: retryMs });
+        await worker.settle();
+        if (retryMs === undefined) pass(1);
+        else t.mock.timers.tick(retryMs);
+        assert.deepEqual({ ...(await worker.expect(T.RESUME)).body }, { job: "j", after: 1 });
+      }
+      await worker.tokens(["j", 2, [6], "b"]);
+      await worker.done("j", [5, 6]);
+      assert.equal(await reading, "ab");
+    }, { heartbeatMs: 600_000 });
+  });
+}
 
 test("a job that waits is resumed once and waited for", (t) => {
   const pass = mockSeconds(t);

@@ -99,7 +99,11 @@ class ZmqDoor:
 
     def forget(self, job: Job) -> None:
         """See `Door`."""
-        rest = [t for t in self._jobs.get(job.name, ()) if t.job is not job]
+        followers = self._jobs.get(job.name, ())
+        for follower in followers:
+            if follower.job is job:
+                follower.close()
+        rest = [follower for follower in followers if follower.job is not job]
         if rest:
             self._jobs[job.name] = rest
         else:
@@ -226,7 +230,7 @@ class ZmqDoor:
             self._answer(JobStatus(failed.job, "failed", failed.attempt, failed.seq, code=code))
         for follower in self._jobs.get(failed.job, ()):
             if follower.is_resuming and isinstance(failed.error, Busy):
-                follower.on_busy()
+                follower.on_busy(failed.error.retry_ms)
             elif follower.is_resuming or not isinstance(failed.error, Gone):
                 follower.job.fail(failed.error)
         self._sweep(failed.job)

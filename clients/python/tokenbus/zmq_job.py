@@ -41,7 +41,7 @@ class ZmqJob:
         self._seed: int | None = None  # the one in use, told by ACCEPTED
         self._has_hole = False  # something came that does not follow the last token
         self._is_resuming = False
-        self._is_refused = False  # the worker could not answer RESUME now
+        self._asks_again: asyncio.TimerHandle | None = None  # the worker was too busy for RESUME
         self._num_resumes = 0  # since the hole is known
         self._resumed_s = 0.0
 
@@ -70,8 +70,9 @@ class ZmqJob:
             self.job.fail(ProtocolError(message, field="seq"))
             return
         self._num_resumes += self._has_hole
-        self._is_resuming, self._is_refused = True, False
+        self._is_resuming = True
         self._resumed_s = now_s
+        self._drop_timer()
         body = Resume(self.job.name, self.job.assembler.last).to_body()
         self._send(MessageType.RESUME, body, [])
 
@@ -100,10 +101,14 @@ class ZmqJob:
             error = EngineLost("the worker was restarted and cannot continue the job")
         self.job.fail(error)
 
-    def on_busy(self) -> None:
-        """RESUME came too early, such as before the worker had its Redis: ask again later."""
-        self._is_refused = True
+    def on_busy(self, retry_ms: int | None) -> None:
+        """RESUME came too early, such as before the worker had its Redis: ask again when it says,
+        for as long as it answers.
+        """
         self._num_resumes = 0
+        self._drop_timer()
+        delay_s = RESUME_AGAIN_S if retry_ms is None else retry_ms / 1_000
+        self._asks_again = self._loop.call_later(delay_s, self._ask_again)
 
     def on_tokens(self, event: Tokens) -> None:
         """Hand out new tokens; ask for missing ones."""
@@ -120,16 +125,32 @@ class ZmqJob:
 
     def on_tick(self) -> None:
         """Ask again for the tokens that a RESUME did not bring."""
-        if self._has_hole or self._is_refused:
+        if self._has_hole and self._asks_again is None:
             self.resume()
+
+    def close(self) -> None:
+        """Nobody reads the job any more."""
+        self._drop_timer()
+
+    def _ask_again(self) -> None:
+        self._asks_again = None
+        if not self.job.is_over:
+            self._is_resuming = False
+            self.resume()
+
+    def _drop_timer(self) -> None:
+        if self._asks_again is not None:
+            self._asks_again.cancel()
+            self._asks_again = None
 
     def _on_hole(self) -> None:
         self._has_hole = True
         self.resume()
 
     def _forget_hole(self) -> None:
-        self._has_hole = self._is_resuming = self._is_refused = False
+        self._has_hole = self._is_resuming = False
         self._num_resumes = 0
+        self._drop_timer()
 
     def _continued(self, request: JobRequest) -> JobRequest:
         """The request for a worker that never saw the job: with its seed, its tokens and the time
