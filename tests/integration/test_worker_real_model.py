@@ -52,6 +52,47 @@ async def test_a_job_has_the_same_tokens_through_either_door_greedy_and_seeded(
     assert seeded[0] != seeded[2]
 
 
+LOOPING = {"prompt": "One two one two one two one two", "max_tokens": 40, "ignore_eos": True}
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 1.5, "frequency_penalty": 0.8}
+
+
+async def looping_text(client: AsyncClient, engine_to_kill: int = 0, **options: float) -> str:
+    """Greedy text of a prompt that invites repetition; halfway, the engine with this pid is
+    killed."""
+    text, num_tokens = "", 0
+    async for event in client.generate(**LOOPING, temperature=0.0, **options):  # type: ignore[arg-type]
+        text += event.text
+        num_tokens += len(event.ids)
+        if engine_to_kill and num_tokens >= 20:
+            os.kill(engine_to_kill, signal.SIGKILL)
+            engine_to_kill = 0
+    return text
+
+
+async def test_penalties_change_the_text_and_are_kept_when_the_engine_is_killed(
+    tmp_path: Path,
+) -> None:
+    async with (
+        run_worker(tmp_path) as worker,
+        AsyncClient(zmq=worker.ready["zmq"]) as over_zmq,
+        AsyncClient(redis=worker.ready["redis"]) as over_redis,
+    ):
+        plain, over_one, over_other, *single = await asyncio.gather(
+            looping_text(over_zmq),
+            looping_text(over_zmq, **PENALTIES),
+            looping_text(over_redis, **PENALTIES),
+            *(looping_text(over_zmq, **{name: value}) for name, value in PENALTIES.items()),
+        )
+        assert over_one == over_other
+        assert len({plain, *single}) == 4
+        assert over_one != plain
+        for client in (over_zmq, over_redis):
+            engine = worker.pids["engine"]
+            assert await looping_text(client, engine, **PENALTIES) == over_one
+            await worker.next_event()
+            assert worker.pids["engine"] != engine
+
+
 async def eight_stories(worker: WorkerProcess, kill_after_tokens: int | None) -> list[str]:
     """Texts of eight streams at once, half greedy, half seeded; the engine killed among them."""
     num_seen = 0

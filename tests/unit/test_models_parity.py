@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from broker.ring.records import Sampling
 from engine.build import build_runner
 from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
@@ -61,6 +62,21 @@ def test_a_mixed_batch_generates_what_the_reference_generates(family: str, tmp_p
         expected.append(out[0, len(prompt) :].tolist())
     narrow = with_limits(runner_for(tmp_path), max_num_batched_tokens=16, chunk_align_tokens=1)
     assert generate(narrow, prompts, 12) == expected
+
+
+def test_a_repetition_penalty_acts_as_in_transformers(tmp_path: Path) -> None:
+    reference = save_tiny("qwen3", tmp_path)
+    runner, prompt = runner_for(tmp_path), PROMPT[:12]
+    outputs = []
+    for penalty in (1.0, 1.4, 0.8):
+        out = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None,
+            repetition_penalty=penalty,
+        )  # fmt: skip
+        outputs.append(out[0, len(prompt) :].tolist())
+        settings = [Sampling(repetition_penalty=penalty)]
+        assert generate(runner, [prompt], 24, settings) == [outputs[-1]]
+    assert outputs[0] != outputs[1] != outputs[2]
 
 
 def test_a_step_too_narrow_for_a_tile_and_all_rows_is_refused(tmp_path: Path) -> None:
