@@ -64,8 +64,11 @@ def compile_all(module: str, out: Path) -> None:
     log.close()
 
 
-def tests(out: Path, pattern: str) -> bool:
+def tests(out: Path, patterns: str) -> bool:
     """Kernel tests on the device, in parallel."""
+    found = {
+        path for pattern in patterns.split(",") for path in Path("tests/kernels").glob(pattern)
+    }
     log = out / "tests.log"
     code = run(
         log,
@@ -81,7 +84,7 @@ def tests(out: Path, pattern: str) -> bool:
         "-n",
         "14",
         "--tb=short",
-        *sorted(str(path) for path in Path("tests/kernels").glob(pattern)),
+        *sorted(str(path) for path in found),
     )
     lines = log.read_text().splitlines()
     for line in [x for x in lines if x.startswith(("FAILED", "ERROR"))][:20] + lines[-1:]:
@@ -110,7 +113,9 @@ def main() -> int:
     parser.add_argument("--steps", default="tests,sweep,bench")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the benchmark")
     parser.add_argument("--sweeps", default="", help="decode, prefill, gemm; default all")
-    parser.add_argument("--tests", default="test_kernels_*.py", help="which files")
+    # Those that need no transformers: penalties are tested with the whole runner, graphs included.
+    files = "test_kernels_*.py,test_gpu_penalties.py"
+    parser.add_argument("--tests", default=files, help="which files")
     parser.add_argument("--groups", default="")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -25,29 +25,43 @@ class RowPenalties:
         self._frequency = np.float32(sampling.frequency_penalty)
         self._num_prompt_tokens = num_prompt_tokens
         self._num_seen = 0
+        self._num_ids = 0
         self._state = np.zeros(0, np.int32)
+        self._ids = np.zeros(0, np.int64)
 
     def apply(self, logits: FloatArray, token_ids: IntArray) -> None:
         """Change a row's logits, float32 [V], in place. token_ids int32 [L]: all tokens before the
         one to be sampled, L never less than in the call before.
         """
-        state = self._catch_up(token_ids, len(logits))
-        ids = np.flatnonzero(state)
+        if not len(self._state):
+            self._start(token_ids, len(logits))
+        self._catch_up(token_ids)
+        ids = self._ids[: self._num_ids]
         x = logits[ids]
         x = np.where(x > 0, x / self._repetition, x * self._repetition)
-        counts = state[ids] >> 1
+        counts = self._state[ids] >> 1
         x -= self._frequency * counts.astype(np.float32)
         x -= self._presence * (counts > 0).astype(np.float32)
         logits[ids] = x
 
-    def _catch_up(self, token_ids: IntArray, vocab_size: int) -> IntArray:
-        """int32 [V]: twice the number of times a token is in the output, plus 1 if it is in the
-        prompt.
+    def _start(self, token_ids: IntArray, vocab_size: int) -> None:
+        """Make `_state` int32 [V], twice the number of times that a token is in the output, plus 1
+        if it is in the prompt, and `_ids`, the tokens whose state is not 0, first of [V].
         """
-        if not len(self._state):
-            self._state = np.zeros(vocab_size, np.int32)
-            self._state[token_ids[: self._num_prompt_tokens]] = 1
-            self._num_seen = self._num_prompt_tokens
-        np.add.at(self._state, token_ids[self._num_seen :], 2)
+        prompt = np.unique(token_ids[: self._num_prompt_tokens])
+        self._state = np.zeros(vocab_size, np.int32)
+        self._state[prompt] = 1
+        self._ids = np.empty(vocab_size, np.int64)
+        self._ids[: len(prompt)] = prompt
+        self._num_ids, self._num_seen = len(prompt), self._num_prompt_tokens
+
+    def _catch_up(self, token_ids: IntArray) -> None:
+        """Count the tokens that came since the last call: one, or the output that is known at the
+        first.
+        """
+        for token in token_ids[self._num_seen :].tolist():
+            if not self._state[token]:
+                self._ids[self._num_ids] = token
+                self._num_ids += 1
+            self._state[token] += 2
         self._num_seen = len(token_ids)
-        return self._state
