@@ -21,6 +21,7 @@ from engine.plan import NewRow
 from engine.scheduler import Scheduler
 from kernels.penalties import penalty_table_bytes
 from tests.kernels.gpu_kit import LIMITS, VOCAB, Run, generate_ahead, interpret_graphs, make_runner
+from tests.kernels.util import IS_NATIVE
 
 NEW_TOKENS = 6
 RNG = np.random.default_rng(8)
@@ -49,7 +50,11 @@ def expected_logits(raw: np.ndarray, prompt: np.ndarray, output: np.ndarray, s: 
 
 @dataclass
 class Witness:
-    """Checks every call of `sample_rows` against the token table, and notes what was done."""
+    """Checks every call of `sample_rows` against the token table, and notes what was done.
+
+    Replays of a graph on a GPU call nothing: there, that continued runs give the same tokens shows
+    that what graphs count is what the token table says.
+    """
 
     runs: dict[int, NewRow] = field(default_factory=dict)
     kinds: list[SampleKind] = field(default_factory=list)
@@ -77,7 +82,7 @@ class Witness:
             zip(rows.tolist(), positions.tolist(), strict=True)
         ):
             if row < 0:
-                assert torch.equal(logits[entry], raw[entry])
+                assert torch.equal(logits[entry].view(torch.int32), raw[entry].view(torch.int32))
                 continue
             run, tokens = self.runs[row], tables.token_table[row, :position].cpu().numpy()
             prompt, output = np.split(tokens, [run.num_prompt_tokens])
@@ -120,7 +125,7 @@ def test_each_row_is_penalised_by_its_own_tokens_while_rows_change_hands(
     undisturbed: tuple[list[list[int]], Witness],
 ) -> None:
     outputs, witness = undisturbed
-    assert witness.num_checked >= 4 * NEW_TOKENS
+    assert witness.num_checked >= (1 if IS_NATIVE else 4 * NEW_TOKENS)
     assert len(set(outputs[4])) == NEW_TOKENS, "a token came twice at a frequency penalty"
     assert SampleKind.PENALISED in witness.kinds
 
