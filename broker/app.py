@@ -55,9 +55,10 @@ def build(config: BrokerConfig, loop: asyncio.AbstractEventLoop, monitor: Monito
     system = ActorSystem(loop)
     metrics = Metrics()
     watch = Watch(system, config, metrics)  # first, so that it is the last to stop
-    link = EngineLink(system, config.link_path, config.ring_bytes, config.engine_hang_ms)
+    hang_ms = config.engine_hang_ms
+    link = EngineLink(system, config.link_path, config.ring_bytes, hang_ms)
     text = TextActor(system, config, model)
-    ledger = LedgerActor(system, config.limits, model.vocabulary, link, metrics)
+    ledger = LedgerActor(system, config.limits, model.vocabulary, link, metrics, hang_ms)
     addresses: dict[str, object] = {
         "worker": config.worker,
         "queue": config.queue,

@@ -213,12 +213,15 @@ class EngineState:
     """Sent to doors on every change and each second.
 
     progress: step counter that grows while the engine's loop lives, working or idle; leases are
-    renewed only while it grows. suspects: jobs that were in the engine when it died (empty
+    renewed only while it grows. loading: no engine is ready, but one is on its way: it reads
+    weights, or the last one died so short a time ago that the next may still be starting. Jobs wait
+    for it, so leases are renewed. suspects: jobs that were in the engine when it died (empty
     otherwise).
     """
 
     ready: bool
     progress: int
+    loading: bool = False
     suspects: Sequence[str] = ()
     num_queued: int = 0  # jobs in the queue, both doors together
     num_running: int = 0  # jobs in the engine

@@ -71,6 +71,7 @@ class LedgerActor(Actor):
         vocabulary: Vocabulary,
         link: Address,
         metrics: Metrics | None = None,
+        engine_hang_ms: int = 60_000,
     ) -> None:
         super().__init__(system, "ledger", capacity=131_072, overflow=Overflow.CRASH)
         self.drained = asyncio.Event()  # set when a drain has left no job behind
@@ -81,7 +82,7 @@ class LedgerActor(Actor):
         self._deadline_timer = DeadlineTimer(self, self._book.deadlines, self._end_overdue)
         self._flush_tally = self.guard(self._tally.flush)
         self._is_draining = False
-        self._reports = Reports(self._book.jobs, self._book.runs, self._metrics)
+        self._reports = Reports(self._book.jobs, self._book.runs, self._metrics, engine_hang_ms)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -94,7 +95,7 @@ class LedgerActor(Actor):
             EngineStats: self._on_stats,
             EngineUp: self._on_engine_up,
             EngineGone: self._on_engine_gone,
-            EngineProgress: lambda _: None,
+            EngineProgress: lambda _: self._reports.note_loading(),
             RingState: self._on_ring_state,
         }
 
@@ -265,6 +266,7 @@ class LedgerActor(Actor):
         self._reports.tell_state()
 
     def _on_engine_gone(self, message: EngineGone) -> None:
+        self._reports.note_loading()
         self._tally.flush()
         self._metrics.engine_gone()
         computing = []

@@ -152,6 +152,7 @@ class StreamsDoor(Actor):
                 self._state.check_slots()
             case EngineState():
                 self._state.is_engine_ready = message.ready
+                self._state.is_engine_loading = message.loading
                 self._leases.on_progress(message.progress)
                 self._state.vitals = _vitals(message)
             case Released():

@@ -1,7 +1,9 @@
 """Keeping what is ours: leases renewed while the engine makes progress, and signs of life.
 
 An engine that hangs stops the progress counter, so its jobs' leases run out and other workers go
-on with them; a long job on a live engine keeps its lease for as long as it takes.
+on with them; a long job on a live engine keeps its lease for as long as it takes. So do the jobs
+of an engine that died, while the next one loads: this worker knows whom to suspect, where another
+one would have to charge the crash to all of them.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class Leases:
 
         Raises LinkLost or ReplyError.
         """
-        is_alive = self.is_engine_alive()
+        is_alive = self.is_engine_alive() or self._state.is_engine_loading
         for stream in self._state.streams:
             jobs = [
                 job

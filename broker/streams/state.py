@@ -69,6 +69,7 @@ class DoorState:
         self.on_forgotten: Callable[[], None] = lambda: None
         self.is_draining = False
         self.is_engine_ready = False
+        self.is_engine_loading = False
         self.vitals: Mapping[str, float] = {}  # for whoever watches the bus
         self.progress = -1
         self.troubles: dict[str, str] = {}
