@@ -177,6 +177,33 @@ MinP = Annotated[
     float | None,
     typer.Option("--min-p", metavar="P", rich_help_panel=SAMPLING, help="At least P of the best."),
 ]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        metavar="R",
+        rich_help_panel=SAMPLING,
+        help="Over 1: less of what prompt and answer have.",
+    ),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--presence-penalty",
+        metavar="P",
+        rich_help_panel=SAMPLING,
+        help="Over 0: less of what the answer has.",
+    ),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--frequency-penalty",
+        metavar="F",
+        rich_help_panel=SAMPLING,
+        help="Over 0: the less, the more often the answer has it.",
+    ),
+]
 Seed = Annotated[
     int | None,
     typer.Option("--seed", metavar="N", rich_help_panel=SAMPLING, help="Same seed, same tokens."),

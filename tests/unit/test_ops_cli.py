@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from ops.cli import ask, jobs
 from ops.cli.app import app
 from ops.cli.options import nested, with_assignments
 from ops.exit_codes import MEANINGS, CommandError, ExitCode
@@ -90,6 +92,25 @@ def test_no_worker_and_no_redis_is_said_in_words(tmp_path: Path) -> None:
     result = tokenbus("status", "job-1", "--data-dir", str(tmp_path), cwd=tmp_path)
     assert result.returncode == ExitCode.BUS_UNAVAILABLE
     assert "Start `tokenbus serve`, or give --redis" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["ask", "submit"])
+def test_every_sampling_option_becomes_its_field(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    fields = {
+        "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3,
+        "repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 0.25,
+    }  # fmt: skip
+    given: dict[str, object] = {}
+
+    def note(**values: object) -> None:
+        given.update(values)
+        raise typer.Exit
+
+    monkeypatch.setattr({"ask": ask, "submit": jobs}[command], "sampling", note)
+    run(command, "hello", *(f"--{name.replace('_', '-')}={v}" for name, v in fields.items()))
+    assert {name: given.get(name) for name in fields} == fields
 
 
 def test_assignments_become_a_tree() -> None:
