@@ -210,6 +210,9 @@ static void set_chat(tb_request *request) {
     tb_request_set_top_p(request, 0.95);
     tb_request_set_top_k(request, 40);
     tb_request_set_min_p(request, 0.05);
+    tb_request_set_repetition_penalty(request, 1.1);
+    tb_request_set_presence_penalty(request, -0.5);
+    tb_request_set_frequency_penalty(request, 0.25);
     tb_request_set_seed(request, 7);
     tb_request_add_stop(request, "\n\n");
     tb_request_add_stop(request, "END");
