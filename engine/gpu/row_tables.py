@@ -59,16 +59,14 @@ class RowTables:
         for name, values in _sampling_columns(new_rows, self.sampling.stop_ids.shape[1]).items():
             table: torch.Tensor = getattr(self.sampling, name)
             table.index_copy_(0, rows, self._upload(values.to(table.dtype)))
-        had_penalties = self.kinds[[new.row for new in new_rows]] == SampleKind.PENALISED
+        penalised = []  # now, or in the run before
         for new in new_rows:
-            self.kinds[new.row] = _kind_of(new.sampling)
-        changed = [
-            new
-            for new, had in zip(new_rows, had_penalties, strict=True)
-            if had or new.sampling.has_penalties
-        ]
-        if changed:
-            self._take_over_penalties(changed)
+            kind = _kind_of(new.sampling)
+            if SampleKind.PENALISED in (kind, self.kinds[new.row]):
+                penalised.append(new)
+            self.kinds[new.row] = kind
+        if penalised:
+            self._take_over_penalties(penalised)
 
     def warm_up(self) -> None:
         """Compile what a new row with penalties launches, by a row of padding."""
