@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ops.bench import bus_fairness, bus_redis, bus_rivals, bus_zmq
+from ops.bench import bus_fairness, bus_redis, bus_rivals, bus_takeover, bus_zmq
 
 WINDOW = 64  # jobs open at a time where jobs are counted
 
@@ -67,6 +67,10 @@ PARTS: dict[str, Part] = {
         f"Redis: one-token jobs with their replies, {WINDOW} open at a time",
         lambda run: bus_redis.measure_jobs(run.server, run.times(5_000), WINDOW),
     ),
+    "redis_takeover": (
+        "Redis: a worker is killed, another takes its jobs over; the default lease",
+        lambda run: bus_takeover.measure_takeover(run.server, run.times(5)),
+    ),
     "celery": (
         f"Celery: no-op tasks with their results, {WINDOW} open at a time, same Redis",
         lambda run: bus_rivals.measure_celery(
@@ -83,7 +87,7 @@ PARTS: dict[str, Part] = {
     ),
     "slow_reader": (
         "Fairness: time between tokens of 49 clients, beside a reader and beside one that stopped",
-        lambda run: bus_fairness.measure_slow_reader(50, run.times(1_000)),
+        lambda run: bus_fairness.measure_slow_reader(50, run.times(2_400)),
     ),
 }
 

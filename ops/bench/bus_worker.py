@@ -27,7 +27,8 @@ class BusWorker:
     redis_url: opens the Redis door too.
     """
 
-    def __init__(self, max_queued: int = 20_000, redis_url: str = "") -> None:
+    def __init__(self, max_queued: int = 20_000, redis_url: str = "", name: str = "bench") -> None:
+        self._name = name
         self._redis = RedisConfig(redis_url) if redis_url else None
         self._directory = tempfile.TemporaryDirectory(prefix="tokenbus-bench-")
         self.path = Path(self._directory.name)
@@ -41,7 +42,7 @@ class BusWorker:
     def __enter__(self) -> Self:
         reading, writing = os.pipe()
         config = BrokerConfig(
-            worker="bench",
+            worker=self._name,
             queue="bench",
             model_path="",
             model_name="fake",
