@@ -244,7 +244,8 @@ async def test_a_queue_whose_slot_moves_to_another_node_goes_on_there() -> None:
             slot = int(one.cluster("keyslot", jobs_key))
             old, new, new_server = (one, two, second) if slot < HALF else (two, one, first)
             worker = await Worker(f"redis+cluster://127.0.0.1:{first.port}", "q", "w").start()
-            jobs = [old.xadd(jobs_key, {"prompt": str(i), "max_tokens": 20}) for i in range(4)]
+            fields = [{"prompt": str(i), "max_tokens": 20} for i in range(4)]
+            jobs = [str(old.xadd(jobs_key, each)) for each in fields]
             await until(lambda: all(job in worker.ledger.runs for job in jobs))
             for job in jobs:
                 worker.ledger.step(job, 2)
@@ -261,7 +262,7 @@ async def test_a_queue_whose_slot_moves_to_another_node_goes_on_there() -> None:
                 node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", new_id)
             for job in jobs:
                 worker.ledger.step(job, 2)
-            more = new.xadd(jobs_key, {"prompt": "more", "max_tokens": 3})
+            more = str(new.xadd(jobs_key, {"prompt": "more", "max_tokens": 3}))
             await until(lambda: more in worker.ledger.runs, 20)
             for job in (*jobs, more):
                 worker.ledger.finish(job)
