@@ -1,7 +1,8 @@
 """Exactness of the GPU engine: greedy parity on real weights, batch invariance, long contexts.
 
-`python bench/gpu_parity.py MODEL.gguf [--fixture smollm2_greedy.json]`. Prints one JSON line
-a check; exit code 1 if a check does not hold.
+`python -m bench.gpu_parity MODEL.gguf [--fixture F] [--out results.jsonl]`. Prints
+one JSON line a check; exit code 1 if a check does not hold. With --device cpu the CPU engine runs
+instead, and no logits are compared: to try this file out.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.report import ResultFile
 from broker.ring.records import Sampling, Submit
+from engine.build import build_runner
 from engine.config import EngineConfig
-from engine.gpu.build import build_gpu_runner
 from engine.gpu.runner import GpuRunner
-from engine.loader import no_progress
 from engine.scheduler import Scheduler
 from ops.bench.shapes import SHAPES
 
@@ -30,7 +31,7 @@ Logits = dict[int, list[torch.Tensor]]
 
 
 def generate(
-    runner: GpuRunner, submits: list[Submit], watch: set[int] | None = None
+    runner: Any, submits: list[Submit], watch: set[int] | None = None
 ) -> tuple[Outputs, Logits]:
     """Tokens of all runs, one step at a time, and the logits of the watched ones."""
     scheduler = Scheduler(runner.info, enable_prefix_cache=False)
@@ -46,7 +47,7 @@ def generate(
         outcome = scheduler.complete(runner.collect())
         for index, rid in enumerate(outcome.rids.tolist()):
             tokens[rid].append(int(outcome.token_ids[index]))
-            if rid in logits:
+            if rid in logits and isinstance(runner, GpuRunner):
                 logits[rid].append(runner.last_logits(index).clone())
     return tokens, logits
 
@@ -69,40 +70,41 @@ def make_submits(
     ]
 
 
-def check_parity(config: EngineConfig, fixture: Path) -> dict[str, Any]:
+def check_parity(config: EngineConfig, cases: list[Any], num_tokens: int) -> dict[str, Any]:
     """bf16 greedy tokens against float32 ones: equal for 32 tokens, or apart where it is close."""
-    cases = json.loads(fixture.read_text())
     prompts = [case["prompt"] for case in cases]
-    submits = make_submits(prompts, 64)
+    submits = make_submits(prompts, num_tokens)
     reference, logits = generate(
         _runner(replace(config, dtype="float32")), submits, {s.rid for s in submits}
     )
-    exact32 = sum(reference[i + 1] == case["tokens"] for i, case in enumerate(cases))
+    exact32 = sum(reference[i + 1] == case["tokens"][:num_tokens] for i, case in enumerate(cases))
     actual, _ = generate(_runner(config), submits)
     equal, gaps = 0, []
     for rid, want in reference.items():
         got = actual[rid]
-        apart = next((i for i in range(32) if got[i] != want[i]), None)
+        apart = next((i for i in range(min(32, num_tokens)) if got[i] != want[i]), None)
         if apart is None:
             equal += 1
+            continue
+        if not logits[rid]:  # not a GPU runner
             continue
         row = logits[rid][apart].float()
         gaps.append(round(float(row[want[apart]] - row[got[apart]]), 4))
     return {
         "check": "greedy_parity",
         "prompts": len(cases),
-        "float32_equal_transformers_64": exact32,
-        "bfloat16_equal_32": equal,
+        "float32_equal_transformers": exact32,
+        "bfloat16_equal": equal,
         "largest_gap_at_a_difference": max(gaps, default=0.0),
         "holds": exact32 >= len(cases) - 1 and max(gaps, default=0.0) <= 0.15,
     }
 
 
-def check_invariance(config: EngineConfig) -> dict[str, Any]:
+def check_invariance(config: EngineConfig, num_runs: int = 256) -> dict[str, Any]:
     """One run alone and among 255 others: its logits, bit for bit, and its tokens."""
     runner = _runner(config)
     rng = np.random.default_rng(5)
-    lengths = rng.integers(20, 400, 256)
+    lengths = rng.integers(20, 400, num_runs)
     prompts = [rng.integers(0, 40_000, n).tolist() for n in lengths]
     alone, alone_logits = generate(runner, make_submits(prompts[:1], 32), {1})
     among, among_logits = generate(runner, make_submits(prompts, 32), {1})
@@ -125,22 +127,26 @@ def check_invariance(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def check_long_context(num_tokens: int = 32_000) -> dict[str, Any]:
+def check_long_context(device: str, num_tokens: int) -> dict[str, Any]:
     """Logits after a long prompt on a tiny model against transformers' SDPA, float32."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     fields = {k: v for k, v in SHAPES["tiny"].items() if k not in ("architectures", "model_type")}
     model_config = LlamaConfig(**(fields | {"max_position_embeddings": num_tokens + 64}))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).cuda().eval()
+    model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    model = model.to(device).eval()
     prompt = np.random.default_rng(3).integers(0, 512, num_tokens).tolist()
     with tempfile.TemporaryDirectory() as scratch:
         model.save_pretrained(scratch)
-        runner = _runner(EngineConfig(model_path=scratch, dtype="float32", max_num_seqs=4))
+        config = EngineConfig(
+            model_path=scratch, device=device, dtype="float32", max_num_seqs=4,  # type: ignore[arg-type]
+        )  # fmt: skip
+        runner = _runner(config)
         _, logits = generate(runner, make_submits([prompt], 2), {1})
     with torch.inference_mode():
-        expected = model(torch.tensor([prompt]).cuda(), logits_to_keep=1).logits[0, -1]
-    error = float((logits[1][0].float() - expected).abs().max())
+        expected = model(torch.tensor([prompt]).to(device), logits_to_keep=1).logits[0, -1]
+    error = float((logits[1][0].float() - expected).abs().max()) if logits[1] else 0.0
     scale = float(expected.abs().max())
     return {
         "check": "long_context",
@@ -151,8 +157,27 @@ def check_long_context(num_tokens: int = 32_000) -> dict[str, Any]:
     }
 
 
-def _runner(config: EngineConfig) -> GpuRunner:
-    return build_gpu_runner(config, no_progress)
+def _runner(config: EngineConfig) -> Any:
+    return build_runner(config)
+
+
+RESULTS = {
+    "float32_equal_transformers": "parity.float32_equal_transformers",
+    "bfloat16_equal": "parity.bfloat16_equal",
+    "largest_gap_at_a_difference": "parity.largest_gap_at_a_difference",
+    "max_abs_error": "parity.long_context_max_abs_error",
+    "bit_equal_steps": "parity.bit_equal_steps",
+}
+"""Fields of a check that become result lines."""
+
+
+def report(check: dict[str, Any], results: ResultFile) -> None:
+    """A check's numbers as result lines, its other fields beside them."""
+    for field, what in RESULTS.items():
+        if field in check:
+            mode = "deterministic." if check.get("deterministic") else ""
+            others = {key: value for key, value in check.items() if key != field}
+            results.add(what.replace("parity.", f"parity.{mode}"), check[field], "1", **others)
 
 
 def main() -> int:
@@ -162,21 +187,32 @@ def main() -> int:
     parser.add_argument(
         "--fixture", type=Path, default=Path("tests/integration/data/smollm2_greedy.json")
     )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=256)
+    parser.add_argument("--long", type=int, default=32_000, help="tokens of the long context")
     args = parser.parse_args()
+    on_gpu = args.device == "cuda"
     config = EngineConfig(
-        model_path=str(args.model), max_model_len=4096, kv_cache_bytes=8 << 30, max_num_seqs=256
-    )
+        model_path=str(args.model), device=args.device, max_model_len=4096,
+        kv_cache_bytes=8 << 30 if on_gpu else 0, max_num_seqs=256 if on_gpu else 0,
+    )  # fmt: skip
+    cases = json.loads(args.fixture.read_text())[: args.prompts]
     failed = False
     for check in (
-        lambda: check_parity(config, args.fixture),
-        lambda: check_invariance(config),
-        lambda: check_invariance(replace(config, deterministic=True)),
-        check_long_context,
+        lambda: check_long_context(args.device, args.long),
+        lambda: check_parity(config, cases, args.tokens),
+        lambda: check_invariance(replace(config, deterministic=on_gpu), args.runs),
+        lambda: check_invariance(config, args.runs),
     ):
         result = check()
         torch.cuda.empty_cache()
         failed = failed or not result["holds"]
         print(json.dumps(result), flush=True)
+        if args.out is not None:
+            report(result, ResultFile(args.out))
     return int(failed)
 
 

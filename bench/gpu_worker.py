@@ -1,8 +1,8 @@
 """A whole worker on a GPU, over ZeroMQ: time to first token and between tokens at the client.
 
-`python bench/gpu_worker.py MODEL [--jobs 1 8 64]`. Starts `tokenbus serve`, sends random prompts as
-token ids, prints a line per batch of jobs and one JSON object last. Run `ops.bench.engine` on the
-same model beside it: the difference is the bus's share.
+`python -m bench.gpu_worker MODEL [--jobs 1 8 64] [--out results.jsonl]`. Starts `tokenbus serve`,
+sends random prompts as token ids, prints a line per batch of jobs and one JSON object last. Run
+`ops.bench.engine` on the same model beside it: the difference is the bus's share.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.report import ResultFile
 from tokenbus import AsyncClient
 
 
@@ -60,6 +62,16 @@ async def measure(endpoint: str, jobs: int, args: argparse.Namespace) -> dict[st
     }
 
 
+def report(cases: list[dict[str, Any]], ready_s: float, model: str, results: ResultFile) -> None:
+    """Result lines: what a client sees, per number of jobs at once."""
+    name = f"{model}.worker_zmq"
+    results.add(f"{name}.ready_s", ready_s, "s")
+    for case in cases:
+        for field, unit in (("ttft_ms_p50", "ms"), ("itl_ms_p50", "ms"), ("itl_ms_p99", "ms")):
+            results.add(f"{name}.{field}.b{case['jobs']}", case[field], unit, weights="real")
+        results.add(f"{name}.tok_s.b{case['jobs']}", case["tok_s"], "tok/s", weights="real")
+
+
 def main() -> int:
     """Start the worker, measure, stop it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -68,6 +80,8 @@ def main() -> int:
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--settle-s", type=float, default=20.0, help="time to capture graphs")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as data_dir:
         command = [
@@ -77,6 +91,8 @@ def main() -> int:
             "serve",
             "--model",
             args.model,
+            "--device",
+            args.device,
             "--json",
         ]
         command += ["--redis", "none", "--zmq", "tcp://127.0.0.1:0", "--data-dir", data_dir]
@@ -99,6 +115,8 @@ def main() -> int:
         finally:
             worker.terminate()
             code = worker.wait(60)
+    if args.out is not None:
+        report(results, ready_s, Path(args.model).stem, ResultFile(args.out))
     print(json.dumps({"what": "gpu_worker", "ready_s": ready_s, "exit": code, "cases": results}))
     return 0
 

@@ -7,6 +7,7 @@ memory. `pretend()` must be called before a kernel is launched, with TRITON_INTE
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -110,6 +111,12 @@ def pretend(pdl: bool = True) -> OfflineDriver:
         if name.startswith("kernels") and hasattr(module, "pdl_options"):
             module.pdl_options = options  # type: ignore[attr-defined]
     return offline
+
+
+def ready_interpreter() -> None:
+    """Without a GPU: let Triton's interpreter work with NumPy 2.4, as the kernel tests do."""
+    if triton.knobs.runtime.interpret:
+        importlib.import_module("tests.kernels.util")
 
 
 def compiled_kernels(*modules: str) -> Iterator[Compiled]:

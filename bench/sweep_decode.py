@@ -13,28 +13,38 @@ import itertools
 import json
 import time
 
-from kernels.tiles import DecodeTile
+from bench.offline import ready_interpreter
+from kernels.tiles import DecodeGroups, DecodeTile
 from ops.bench import kernel_cases as cases
 from ops.bench import kernel_inputs as inputs
 
+SHORT, LONG = DecodeGroups(2, 4, 8), DecodeGroups(4, 8, 16)
 TILES = [
-    DecodeTile(64, 2, 2, 4),
-    DecodeTile(64, 4, 2, 3),
-    DecodeTile(64, 4, 2, 4, 128),
-    DecodeTile(64, 4, 3, 3, 168),
-    DecodeTile(128, 4, 2, 2),
-    DecodeTile(128, 4, 2, 3, 168),
+    DecodeTile(128, 4, 2, 2, groups=SHORT),
+    DecodeTile(128, 4, 2, 2, groups=LONG),
+    DecodeTile(128, 4, 1, 3, 168, groups=SHORT),
+    DecodeTile(128, 4, 1, 3, 168, groups=LONG),
+    DecodeTile(128, 8, 1, 1, groups=SHORT),
+    DecodeTile(64, 4, 2, 4, 128, groups=LONG),
+    DecodeTile(64, 4, 1, 4, 128, groups=LONG),
+    DecodeTile(64, 4, 1, 4, 128, groups=SHORT),
+    DecodeTile(64, 2, 1, 4, groups=LONG),
+    DecodeTile(128, 4, 2, 3, 168, groups=SHORT),
 ]
 NAMES = [
-    "32x8.b32.kv4096",
+    "16x8.b8.kv1152",
+    "32x8.b8.kv1152",
     "32x4.b1.kv1024.warm",
+    "16x8.b1.kv1152",
+    "16x8.b4.kv1152",
+    "16x8.b16.kv1152",
+    "32x8.b32.kv4096",
     "32x8.b64.kv1152",
     "32x8.b256.kv1152",
-    "16x8.b1.kv1152",
-    "16x8.b8.kv1152",
     "9x3.b1.kv1152",
     "9x3.b256.kv1152",
 ]
+"""In this order, so that a sweep that runs out of time has answered what was open."""
 
 
 def compile_part(part: int, parts: int) -> None:
@@ -46,15 +56,16 @@ def compile_part(part: int, parts: int) -> None:
         call.run(*inputs.decode_plan_for(call, tile), tile)
 
 
-def sweep(seconds: float) -> list[dict[str, float | str]]:
+def sweep(
+    seconds: float, names: list[str] | None = None, limit: int | None = None
+) -> list[dict[str, float | str]]:
     """Time each tile on each case; best first within a case."""
     began = time.monotonic()
     results: list[dict[str, float | str]] = []
-    for case in cases.DECODE_CASES:
-        if case[0] not in NAMES:
-            continue
+    by_name = {case[0]: case for case in cases.DECODE_CASES}
+    for case in [by_name[name] for name in names or NAMES]:
         found = []
-        for tile in TILES:
+        for tile in TILES[:limit]:
             if time.monotonic() - began > seconds:
                 break
             row = cases.decode_rows(*case, tile=tile, with_baseline=False)
@@ -69,12 +80,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile-part", default="")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--names", nargs="+", default=NAMES)
+    parser.add_argument("--limit", type=int, help="tiles per case")
     args = parser.parse_args()
     if args.compile_part:
         part, parts = args.compile_part.split("/")
         compile_part(int(part), int(parts))
         return
-    for result in sweep(args.seconds):
+    ready_interpreter()
+    for result in sweep(args.seconds, args.names, args.limit):
         print(json.dumps(result))
 
 

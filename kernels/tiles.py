@@ -98,6 +98,8 @@ _PREFILL_TILES: dict[tuple[int, int], PrefillTile] = {
 def prefill_tile(head_dim: int, group_heads: int, dtype: torch.dtype) -> PrefillTile:
     """Tile of prompt attention for a head size, GQA group and data type."""
     del group_heads
+    if dtype.itemsize == 4:  # exact products: larger tiles spill kilobytes of registers
+        return PrefillTile(64, 32, 8, 2) if head_dim <= 64 else PrefillTile(16, 16, 4, 2)
     tile = _PREFILL_TILES.get((head_dim, dtype.itemsize))
     return tile if tile is not None else PrefillTile(64, 32, 4, 2)
 

@@ -12,8 +12,11 @@ from kernels.decode_plan import DecodePlan, new_decode_plan, plan_decode
 from kernels.paged_decode import paged_decode
 from kernels.tiles import DecodeTile
 
-DTYPE = torch.bfloat16
-DEVICE = torch.device("cuda")
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
+"""Without a GPU kernels run in Triton's interpreter, to try a benchmark out: float16, since its
+bfloat16 products are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def decode_set(
 
 def decode_plan_for(inputs: DecodeSet, tile: DecodeTile) -> tuple[DecodePlan, DecodeWorkspace]:
     """A filled plan and its workspace for one batch."""
-    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count if HAS_GPU else 2
     num_q_heads, head_dim = inputs.q.shape[1:]
     num_kv_heads = inputs.k_cache.shape[2]
     plan = new_decode_plan(len(inputs.rows), tile, processors * tile.programs_per_sm, 8192, DEVICE)

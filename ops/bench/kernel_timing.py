@@ -3,6 +3,7 @@ not hold them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class Timing:
 
 def num_sets(bytes_per_set: int, limit: int = 48) -> int:
     """How many input sets to rotate through for one that reads so many bytes."""
+    if not torch.cuda.is_available():
+        return 1
     return max(1, min(limit, -(-CACHE_BYTES // max(bytes_per_set, 1))))
 
 
@@ -39,7 +42,11 @@ def time_calls(
         calls: launches without host synchronization or allocation, each on its own inputs.
         replays: samples of the percentiles.
         min_calls: launches per replay at least.
+
+    Without a GPU each call runs once in Triton's interpreter, and the time means nothing.
     """
+    if not torch.cuda.is_available():
+        return _time_once(calls)
     repeated = [*calls] * max(1, -(-min_calls // len(calls)))
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -64,6 +71,14 @@ def time_calls(
     samples.sort()
     count = len(samples) - 1
     return Timing(*(samples[round(count * q)] for q in (0.2, 0.5, 0.8)))
+
+
+def _time_once(calls: Sequence[Callable[[], object]]) -> Timing:
+    began = time.perf_counter()
+    for call in calls:
+        call()
+    us = (time.perf_counter() - began) * 1e6 / len(calls)
+    return Timing(us, us, us)
 
 
 def _new_event() -> torch.cuda.Event:

@@ -19,7 +19,8 @@ NO_DEVICE_EXIT = 3
 """Exit code when there is no CUDA device to measure."""
 
 
-def _rows(groups: set[str]) -> Iterator[object]:
+def rows_of(groups: set[str]) -> Iterator[object]:
+    """Rows of these groups, measured one by one."""
     from ops.bench import kernel_cases as cases
     from ops.bench import kernel_inputs as inputs
 
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
     began = time.monotonic()
     rows = []
-    for row in _rows(set(args.groups.split(","))):
+    for row in rows_of(set(args.groups.split(","))):
         if isinstance(row, Row):
             rows.append(row)
         if time.monotonic() - began > args.seconds:

@@ -104,11 +104,15 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """One workload's result. Seconds, milliseconds as named; itl: time between tokens of a run."""
+    """One workload's result. Seconds, milliseconds as named; itl: time between tokens of a run.
+
+    prefill_tok_s: prompt tokens a second until the last first token is out.
+    """
 
     total_s: float
     tok_s: float
     decode_tok_s: float
+    prefill_tok_s: float
     ttft_ms_p50: float
     ttft_ms_p99: float
     itl_ms_p50: float
@@ -127,18 +131,20 @@ def drive(loop: EngineLoop, load: Workload, first_rid: int = 1) -> tuple[RunTime
         if not loop.step(recorder, recorder):
             recorder.wait(0.001)
     end_ns = time.monotonic_ns()
-    return _times(recorder, begin_ns, end_ns), recorder
+    return _times(recorder, load, begin_ns, end_ns), recorder
 
 
-def _times(recorder: Recorder, begin_ns: int, end_ns: int) -> RunTimes:
+def _times(recorder: Recorder, load: Workload, begin_ns: int, end_ns: int) -> RunTimes:
     ttft = np.array([recorder.token_ns[rid][0] - at for rid, at in recorder.sent_ns.items()]) / 1e6
     series = [np.array(ns) for ns in recorder.token_ns.values()]
     gaps = np.concatenate([np.diff(ns) for ns in series]) / 1e6
     num_tokens = sum(len(ns) for ns in series)
+    prefill_s = (max(int(ns[0]) for ns in series) - begin_ns) / 1e9
     return RunTimes(
         total_s=(end_ns - begin_ns) / 1e9,
         tok_s=num_tokens / ((end_ns - begin_ns) / 1e9),
         decode_tok_s=_steady_rate(series),
+        prefill_tok_s=load.num_requests * load.input_len / prefill_s,
         ttft_ms_p50=_percentile(ttft, 50),
         ttft_ms_p99=_percentile(ttft, 99),
         itl_ms_p50=_percentile(gaps, 50),

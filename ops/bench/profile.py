@@ -60,8 +60,6 @@ def profile_steps(
     config: EngineConfig, case: tuple[int, int, int], num_steps: int, prompts: bool, trace: Path
 ) -> dict[str, Any]:
     """Profile num_steps steps of a workload: decode steps, or from the first prompt on."""
-    from torch.profiler import ProfilerActivity, profile
-
     from engine.build import build_runner
 
     runner = MarkedRunner(build_runner(config))
@@ -72,18 +70,34 @@ def profile_steps(
     while runner.prepare():
         pass
     freeze_heap()
+    recorder = started(loop, load, skips_prompts=not prompts)
+    report = profile_loop(loop, recorder, num_steps, trace, config.device != "cpu")
+    runner.close()
+    return report
+
+
+def started(loop: EngineLoop, load: Workload, skips_prompts: bool = True) -> Recorder:
+    """Submit a workload; with skips_prompts step until every run has its first token."""
     recorder = Recorder()
     recorder.due.extend((0, submit) for submit in load.submits(1))
-    while not prompts and len(recorder.tokens) < num_requests:
+    while skips_prompts and len(recorder.tokens) < load.num_requests:
         loop.step(recorder, recorder)
+    return recorder
+
+
+def profile_loop(
+    loop: EngineLoop, recorder: Recorder, num_steps: int, trace: Path, on_gpu: bool
+) -> dict[str, Any]:
+    """Profile the next num_steps steps into a Chrome trace and sum them up."""
+    from torch.profiler import ProfilerActivity, profile
+
     activities = [ProfilerActivity.CPU]
-    if config.device != "cpu":
+    if on_gpu:
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
         for _ in range(num_steps):
             loop.step(recorder, recorder)
     profiler.export_chrome_trace(str(trace))
-    runner.close()
     return summarize(json.loads(trace.read_text())["traceEvents"])
 
 

@@ -1,0 +1,316 @@
+"""Everything that wants a GPU, in one command: tests, sweeps, exactness, speed, rivals.
+
+    python -m bench.gpu_session OUT --limit-s 580 [--parts compile,tests,...] [--model MODEL.gguf]
+    python -m bench.gpu_session OUT --device cpu       # the same code on tiny shapes: a dry run
+
+Each part is a process of its own with a time limit; one that fails costs only itself. Results are
+appended to OUT/results.jsonl (bench/report.py says how a line looks), output to OUT/session.log.
+What found no time is named at the end, as the --parts of the next command.
+
+Order of work on a machine that is there for half an hour, most wanted first:
+
+1. `--parts compile,tests,sweep_fixed,sweep_decode,kernels,load,parity,qwen3-0.6b`. Kernel tests
+   come first: fixed GEMM tiles with descriptors, decode groups, the layout for few rows and float32
+   prompt tiles are new since the last run on a GPU. If test_kernels_native fails on bits of decode
+   attention between few and many rows, empty _FEW_ROWS_TILES in kernels/tiles.py and go on.
+2. Copy OUT/fixed_gemm_tiles.json over kernels/fixed_gemm_tiles.json. From OUT/session.log take the
+   best decode tile of 16x8.b8, b4 and b16 into _FEW_ROWS_TILES, and of b64 and b256 into
+   _DECODE_TILES: both need the same tile length and groups, since these are part of the numerics.
+3. `--parts compile,qwen3-8b,deterministic,worker,smollm2-135m,rival`.
+4. Look at gpu_active_pct's kernels and at the trace, change one thing, and measure that shape again
+   with `python -m bench.gpu_engine SHAPE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.report import BATCHES, ResultFile
+
+KILL_AFTER_S = 5.0
+TAIL_LINES = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the parts' commands depend on."""
+
+    out: Path
+    device: str
+    model: Path | None
+
+    @property
+    def is_dry(self) -> bool:
+        """No GPU: tiny shapes, to try the code out."""
+        return self.device == "cpu"
+
+    @property
+    def results(self) -> Path:
+        """Where result lines go."""
+        return self.out / "results.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Commands that run one after the other (or at the same time), in so many seconds together."""
+
+    name: str
+    limit_s: float
+    commands: list[list[str]]
+    at_once: bool = False
+    interprets: bool = True  # in a dry run: kernels run in Triton's interpreter
+
+
+def engine_command(s: Setting, shape: str, *extras: str) -> list[str]:
+    """gpu_engine for a shape, or its smallest form."""
+    out = ["--out", str(s.results), "--trace", str(s.out / f"trace-{shape}.json")]
+    if s.is_dry:
+        small = [
+            "--device",
+            "cpu",
+            "--batches",
+            "1",
+            "2",
+            "--input-len",
+            "24",
+            "--output-len",
+            "40",
+        ]
+        small += ["--max-model-len", "256", "--run", "2:8"]
+        return ["bench.gpu_engine", "tiny", *out, *small, *extras]
+    return ["bench.gpu_engine", shape, *out, *extras]
+
+
+def test_command(s: Setting) -> list[str]:
+    """Kernel tests on the device."""
+    files = sorted(str(path) for path in Path("tests/kernels").glob("test_*.py"))
+    if s.is_dry:
+        files = ["tests/kernels/test_kernels_rng.py"]
+    workers = ["-n", "14"] if importlib.util.find_spec("xdist") and not s.is_dry else []
+    plain = ["-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
+    return ["pytest", *plain, *workers, *files]
+
+
+def compile_commands(s: Setting) -> list[list[str]]:
+    """Fill the compile cache: engine kernels of each shape."""
+    if s.is_dry:
+        return [["bench.compile_check", "--shapes", "tiny", "--dtypes", "bfloat16", "--sizes", "1"]]
+    sizes = [str(n) for n in (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)]
+    return [
+        ["bench.compile_check", "--shapes", shape, "--dtypes", "bfloat16", "--sizes", *sizes]
+        for shape in ("qwen3-8b", "qwen3-0.6b", "smollm2-135m")
+    ]
+
+
+def sweep_parts(s: Setting) -> list[Part]:
+    """Compile in several processes, then time in one."""
+    table = ["--write", str(s.out / "fixed_gemm_tiles.json")]
+    if s.is_dry:
+        tiny = ["--models", "tiny", "--limit", "2"]
+        names = ["--names", "9x3.b1.kv1152", "--limit", "1"]
+        return [
+            Part("sweep_fixed", 60, [["bench.sweep_fixed_gemm", *tiny, *table]]),
+            Part("sweep_decode", 60, [["bench.sweep_decode", *names]]),
+        ]
+    parts = []
+    for name, module, seconds, extra in (
+        ("sweep_fixed", "bench.sweep_fixed_gemm", 80, table),
+        ("sweep_decode", "bench.sweep_decode", 45, []),
+    ):
+        compiles = [[module, "--compile-part", f"{part}/14"] for part in range(14)]
+        parts.append(Part(f"{name}_compile", 90, compiles, at_once=True))
+        parts.append(Part(name, seconds + 40, [[module, "--seconds", str(seconds), *extra]]))
+    return parts
+
+
+def model_parts(s: Setting) -> list[Part]:
+    """What needs real weights."""
+    if s.model is None:
+        return []
+    model, out = str(s.model), ["--out", str(s.results), "--device", s.device]
+    parity = ["bench.gpu_parity", model, *out]
+    worker = ["bench.gpu_worker", model, *out]
+    alone = engine_command(s, model, "--batches", "1", "8", "64")
+    if s.is_dry:
+        parity += ["--prompts", "1", "--tokens", "2", "--runs", "2", "--long", "100"]
+        worker += ["--jobs", "1", "--input-len", "8", "--output-len", "4", "--settle-s", "0"]
+        alone = []
+    return [
+        Part("parity", 150, [parity]),
+        Part("worker", 130, [worker, alone] if alone else [worker]),
+    ]
+
+
+def all_parts(s: Setting) -> list[Part]:
+    """Every part, in the order in which they run."""
+    load = ["bench.gpu_load", "tiny" if s.is_dry else "qwen3-8b", "--device", s.device]
+    load += ["--dir", str(s.out / "load" if s.is_dry else Path("/tmp/tokenbus-load"))]
+    rival = ["--out", str(s.results), "--device", s.device]
+    if s.is_dry:
+        rival += ["--batches", "1", "--input-len", "32", "--output-len", "8"]
+    few = ["--output-len", "64"] if not s.is_dry else []
+    plain = ["--extras", "ttft"]
+    most = ["--extras", "ttft", "allocations", "host", "run256"]
+    deterministic = ["--deterministic"] if not s.is_dry else []
+    return [
+        Part("compile", 120, compile_commands(s), at_once=True, interprets=False),
+        Part("tests", 170, [test_command(s)]),
+        *sweep_parts(s),
+        Part(
+            "kernels",
+            90,
+            [["bench.gpu_kernels", "--out", str(s.results), *(["--tiny"] if s.is_dry else [])]],
+        ),
+        Part("load", 120, [[*load, "--out", str(s.results)]]),
+        *model_parts(s),
+        Part("qwen3-0.6b", 90, [engine_command(s, "qwen3-0.6b", *plain)]),
+        Part("smollm2-135m", 90, [engine_command(s, "smollm2-135m", *plain)]),
+        Part("qwen3-8b", 200, [engine_command(s, "qwen3-8b", *most)]),
+        Part(
+            "deterministic",
+            130,
+            [engine_command(s, "qwen3-8b", "--extras", *deterministic, *few)],
+        ),
+        Part(
+            "rival",
+            200,
+            [
+                ["bench.gpu_rival", shape, *rival]
+                for shape in (["tiny"] if s.is_dry else ["qwen3-0.6b", "smollm2-135m"])
+            ],
+        ),
+    ]
+
+
+class Session:
+    """Runs parts while there is time."""
+
+    def __init__(self, setting: Setting, limit_s: float) -> None:
+        self._setting = setting
+        self._end = time.monotonic() + limit_s
+        self._log = (setting.out / "session.log").open("ab")
+        environment = {"PYTHONUNBUFFERED": "1"}
+        paths = [".", "clients/python", os.environ.get("PYTHONPATH", "")]
+        self._environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def run(self, part: Part) -> str:
+        """Run one part; returns `passed`, `FAILED`, `OUT OF TIME` or `not run`."""
+        left = self._end - time.monotonic()
+        if left < min(20.0, part.limit_s):
+            return "not run"
+        end = time.monotonic() + min(left, part.limit_s)
+        groups = [part.commands] if part.at_once else [[command] for command in part.commands]
+        codes = [code for group in groups for code in self._together(part, group, end)]
+        if all(code == 0 for code in codes):
+            return "passed"
+        return "OUT OF TIME" if None in codes else "FAILED"
+
+    def _together(self, part: Part, commands: Sequence[list[str]], end: float) -> list[int | None]:
+        """Exit codes of commands that run at the same time; None for one that was stopped."""
+        environment = dict(self._environment)
+        if self._setting.is_dry and part.interprets:
+            environment["TRITON_INTERPRET"] = "1"
+        self._log.write(f"\n== {part.name}: {commands}\n".encode())
+        self._log.flush()
+        begin = self._log.tell()
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdout=self._log, stderr=subprocess.STDOUT, env=environment,
+                start_new_session=True,
+            )
+            for command in commands
+        ]  # fmt: skip
+        codes = [_wait(process, end) for process in processes]
+        with (self._setting.out / "session.log").open("rb") as log:
+            log.seek(begin)
+            lines = log.read().decode(errors="replace").splitlines()
+        print("\n".join(line[:200] for line in lines[-TAIL_LINES:]), flush=True)
+        return codes
+
+
+def _wait(process: subprocess.Popen[bytes], end: float) -> int | None:
+    """The exit code, or None: it ran out of time, and it and its children were stopped."""
+    try:
+        return process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(KILL_AFTER_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return None
+
+
+def add_deterministic_cost(results: ResultFile) -> None:
+    """What the deterministic mode costs, by batch; the largest batch measured is the headline."""
+    values = results.latest()
+    costs = {}
+    for batch in BATCHES:
+        plain = values.get(f"qwen3-8b.decode_tok_s.b{batch}")
+        exact = values.get(f"qwen3-8b.deterministic.decode_tok_s.b{batch}")
+        if plain and exact:
+            costs[batch] = 100.0 * (plain / exact - 1.0)
+            results.add(f"deterministic_cost_pct.b{batch}", costs[batch], "%")
+    if costs:
+        results.add("deterministic_cost_pct", costs[max(costs)], "%", rows=max(costs))
+
+
+def joined(model: Path | None, pieces: list[Path]) -> Path | None:
+    """The model file, put together from pieces if it came in some."""
+    if pieces and model is not None and not model.exists():
+        with model.open("wb") as whole:
+            for piece in pieces:
+                whole.write(piece.read_bytes())
+    return model if model is not None and model.exists() else None
+
+
+def main() -> int:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--limit-s", type=float, default=580.0)
+    parser.add_argument("--parts", default="", help="names, in any order; default: all")
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--model", type=Path, help="real SmolLM2 weights")
+    parser.add_argument("--model-pieces", type=Path, nargs="*", default=[])
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    setting = Setting(args.out, args.device, joined(args.model, args.model_pieces))
+    parts = all_parts(setting)
+    wanted = set(filter(None, args.parts.split(",")))
+    unknown = wanted - {part.name for part in parts} - {"parity", "worker"}
+    if unknown:
+        parser.error(f"unknown parts {sorted(unknown)}; there are {[p.name for p in parts]}")
+    session = Session(setting, args.limit_s)
+    states = {}
+    for part in parts:
+        if wanted and part.name.removesuffix("_compile") not in wanted:
+            continue
+        began = time.monotonic()
+        print(f"=== {part.name}", flush=True)
+        states[part.name] = session.run(part)
+        print(
+            f"=== {part.name}: {states[part.name]} in {time.monotonic() - began:.0f} s", flush=True
+        )
+        if part.name == "deterministic":
+            add_deterministic_cost(ResultFile(setting.results))
+    print("; ".join(f"{name} {state}" for name, state in states.items()))
+    left = [name for name, state in states.items() if state in ("not run", "OUT OF TIME")]
+    if left:
+        print(f"next: --parts {','.join(left)}")
+    return int(any(state != "passed" for state in states.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
