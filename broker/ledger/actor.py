@@ -31,7 +31,6 @@ from broker.link_messages import (
     Steps,
 )
 from broker.messages import (
-    Accepted,
     Address,
     Cancel,
     Drain,
@@ -151,7 +150,7 @@ class LedgerActor(Actor):
         except Busy as busy:
             self._book.outbox.answer(message.door, Refused(name, busy))
             return
-        self._book.outbox.answer(message.door, _accepted(job, position))
+        self._book.outbox.answer(message.door, job.accepted(position))
         reason = job.resume_text()
         if reason is not None:
             self._book.end(job, job.done(reason, time.monotonic_ns()))
@@ -166,7 +165,7 @@ class LedgerActor(Actor):
             return False
         is_same = known.prepared.request == message.prepared.request
         if is_same_door and message.attempt == known.attempt and is_same:
-            self._book.outbox.answer(message.door, _accepted(known, 0))
+            self._book.outbox.answer(message.door, known.accepted(0))
         else:
             error = Conflict(f"job {known.name!r} is already running here", field="job")
             self._book.outbox.answer(message.door, Refused(known.name, error))
@@ -295,8 +294,3 @@ class LedgerActor(Actor):
             job = self._book.jobs[name]
             self._book.end(job, job.done("deadline", now_ns))
         self.after_burst()
-
-
-def _accepted(job: Job, position: int) -> Accepted:
-    prompt_tokens = len(job.prepared.prompt_ids)
-    return Accepted(job.name, job.attempt, job.seed, prompt_tokens, position)

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from broker.messages import Address, Done, Failed, IntArray, Submit, Tokens, Usage
+from broker.messages import Accepted, Address, Done, Failed, IntArray, Submit, Tokens, Usage
 from broker.queue import PRIORITIES, Ticket
 from broker.ring import records
 from broker.text.detokenizer import Detokenizer
@@ -115,6 +115,11 @@ class Job:
             priority=PRIORITIES.index(prepared.request.priority),
             cost_tokens=len(prepared.prompt_ids) + prepared.max_tokens - len(self.ids),
         )
+
+    def accepted(self, position: int) -> Accepted:
+        """The answer to its door. position: jobs before it in the queue."""
+        prompt_tokens = len(self.prepared.prompt_ids)
+        return Accepted(self.name, self.attempt, self.seed, prompt_tokens, position)
 
     def resume_text(self) -> Reason | None:
         """Feed the ids of earlier attempts, whose text is out. The reason if they end the job."""

@@ -1,4 +1,4 @@
-"""The Redis door as an actor: its mailbox, its parts and its health.
+"""The Redis door as an actor: its mailbox and its parts.
 
 A job's way: `intake` reads or claims the entry, `pickup` parses, prepares and fences it, the ledger
 runs it, `outbox` publishes and ends it; `leases` keeps it ours meanwhile. All parts share one
@@ -21,7 +21,6 @@ from broker.messages import (
     Cancel,
     Capacity,
     Done,
-    DoorStatus,
     Drain,
     Drop,
     EngineState,
@@ -42,17 +41,17 @@ from broker.streams.address import parse_redis_url
 from broker.streams.backlog import Backlog, BacklogWatch
 from broker.streams.control import Control
 from broker.streams.entries import done_fields, failed_fields
+from broker.streams.health import Health
 from broker.streams.intake import Claimer, Reader
 from broker.streams.jobs import Ending, Stage
-from broker.streams.lane import LinkLost, ReplyError
+from broker.streams.lane import LinkLost
 from broker.streams.leases import Heartbeat, Leases
-from broker.streams.link import Link, wait_for
+from broker.streams.link import Link
 from broker.streams.outbox import Outbox
 from broker.streams.pickup import Pickup
 from broker.streams.relay import Relay
 from broker.streams.state import Counters, DoorState
 from tokenbus.errors import InvalidField
-from tokenbus.keys import GROUP
 
 log = structlog.get_logger("broker.streams")
 
@@ -79,32 +78,32 @@ class StreamsDoor(Actor):
             raise InvalidField("redis: the Redis door needs a URL", field="redis")
         self._config = config
         self._monitor = monitor
-        self._down_reason = "connecting"
-        self._was_up = False
         address = parse_redis_url(config.redis.url)
         self._state = state = DoorState(config, config.redis, text, ledger)
         timeout_s = config.redis.socket_timeout_ms / 1000
-        state.link = Link(address, state.keys.control, timeout_s, self._on_up, self._on_down)
-        state.on_trouble = self._report
+        self._health = health = Health(state, monitor, self.later)
+        state.link = Link(address, state.keys.control, timeout_s, health.on_up, health.on_down)
+        state.on_trouble = health.report
         self._outbox = Outbox(state)
         self._pickup = Pickup(state, self)
         state.on_forgotten = self._pickup.on_forgotten
-        self._leases = Leases(state, self._on_no_group)
+        self._leases = Leases(state, health.on_no_group)
         self._heartbeat = Heartbeat(state)
-        self._reader = Reader(state, self._pickup, self._on_no_group)
+        self._reader = Reader(state, self._pickup, health.on_no_group)
         self._claimer = Claimer(
-            state, self._pickup, self._leases.is_engine_alive, self._on_no_group
+            state, self._pickup, self._leases.is_engine_alive, health.on_no_group
         )
         self._relay = Relay(state)
         self._backlog = BacklogWatch(state)
         self._control = Control(state, self._claimer.wake.set, self._ask_for_drain)
+        health.connect(self._outbox, self._leases, self._claimer, self._control)
 
     # ------------------------------------------------------------ for the app
 
     @property
     def is_ready(self) -> bool:
         """Redis is connected and does what the door asks."""
-        return self._state.link.up.is_set() and not self._state.troubles
+        return self._health.is_ready
 
     @property
     def counters(self) -> Counters:
@@ -134,7 +133,7 @@ class StreamsDoor(Actor):
         self.spawn(self._control.run(), "control")
         self.spawn(self._backlog.run(), "backlog")
         self.spawn(self._relay.run_writer(), "relay writer")
-        self.spawn(self._relay.run_reader(), "relay reader")
+        self.spawn(self._relay.followed.run(), "relay reader")
 
     def handle(self, message: object) -> None:
         match message:
@@ -248,66 +247,6 @@ class StreamsDoor(Actor):
     def _ask_for_drain(self) -> None:
         if self._monitor is not None:
             self._monitor.tell(Drain(self._config.drain_ms))
-
-    # ------------------------------------------------------------ the link
-
-    async def _on_up(self) -> None:
-        """A fresh connection: leases first, then the rest may go on."""
-        state = self._state
-        await self._ensure_groups()
-        try:
-            await self._leases.renew()
-        except ReplyError as error:
-            state.report_trouble("renew", error)
-        if self._was_up:
-            state.counters.reconnects += 1
-            self._claimer.on_reconnect()
-        self._was_up = True
-        await self._control.catch_up()
-        self._look_up_replies()
-        self._down_reason = ""
-        self.later(0.0, self._report)  # when the link's event is set
-
-    def _on_down(self, reason: str) -> None:
-        if reason != self._down_reason:
-            log.warning("redis.lost", reason=reason)
-        self._down_reason = reason
-        self._report()
-
-    async def _on_no_group(self) -> None:
-        """Redis came back empty while we were connected: make the groups, rebuild the replies."""
-        log.error("redis.emptied", queue=self._config.queue)
-        with suppress(LinkLost):
-            try:
-                await self._ensure_groups()
-                self._look_up_replies()
-            except ReplyError as error:
-                self._state.report_trouble("groups", error)
-                await wait_for(asyncio.Event(), 0.5)
-            else:
-                self._state.clear_trouble("groups")
-
-    async def _ensure_groups(self) -> None:
-        """At 0, not at the end: what was added while there was no group is read too."""
-        commands = [
-            ("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM") for stream in self._state.streams
-        ]
-        for reply in await self._state.link.run(commands):
-            if isinstance(reply, ReplyError) and reply.code != "BUSYGROUP":
-                raise reply
-
-    def _look_up_replies(self) -> None:
-        for job in self._state.jobs:
-            if job.attempt and job.stage in (Stage.RUNNING, Stage.ENDING):
-                job.in_doubt = True
-                job.due = 0.0
-                self._outbox.push(job)
-
-    def _report(self) -> None:
-        if self._monitor is None:
-            return
-        reason = self._down_reason or "; ".join(self._state.troubles.values())
-        self._monitor.tell(DoorStatus("redis", self.is_ready, reason))
 
 
 def _vitals(state: EngineState) -> dict[str, float]:

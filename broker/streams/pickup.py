@@ -22,29 +22,24 @@ from broker.streams.entries import (
     flat,
     is_whole,
     job_id_of,
-    read_chunk,
 )
-from broker.streams.jobs import Chunk, Ending, Job, Stage
+from broker.streams.fence import fence_command, read_log, reject_command
+from broker.streams.jobs import Ending, Job, Stage
 from broker.streams.lane import Command, LinkLost, Reply, ReplyError
-from broker.streams.scripts import script
 from broker.streams.state import (
-    PROGRESS_TOKENS,
     RETRY_S,
-    UNFINISHED_TTL_MS,
     DoorState,
 )
 from tokenbus.entries import event_to_entry
 from tokenbus.errors import Internal, Poisoned, TokenbusError, Unsupported
 from tokenbus.events import Done, Usage, read_reason
 from tokenbus.fields import PRIORITIES
-from tokenbus.keys import GROUP, IDEMPOTENCY_TTL_S
 from tokenbus.parse import parse_entry
 from tokenbus.request import JobRequest
 
 log = structlog.get_logger("broker.streams")
 
 MAX_PER_BATCH = 128
-PAGE_ENTRIES = 1_000
 MAX_WAITING_SUSPECTS = 4
 SEED_BITS = 53
 
@@ -173,9 +168,9 @@ class Pickup:
                 state.end(job, Ending())
             jobs.clear()
         batch = [*rejected, *jobs]
-        commands = [self._reject_command(job, error) for job, error in rejected.items()]
-        commands.extend(self._fence_command(job) for job in jobs)
+        commands = [reject_command(state, job, error) for job, error in rejected.items()]
         for job in jobs:
+            commands.append(self._fence(job))
             job.was_asked = True
         replies = await state.link.run(commands)
         for job, reply in zip(batch, replies, strict=True):
@@ -197,13 +192,10 @@ class Pickup:
         else:
             state.clear_trouble("pickup")
 
-    def _reject_command(self, job: Job, error: TokenbusError) -> Command:
-        state, keys = self._state, self._state.keys
-        return script(
-            "reject",
-            (keys.job(job.id), keys.out(job.id), job.stream),
-            (GROUP, state.worker, job.entry, state.redis.reply_ttl_ms, *failed_fields(error)),
-        )
+    def _fence(self, job: Job) -> Command:
+        seed = job.request.params.seed
+        offer = self._seeds.getrandbits(SEED_BITS) if seed is None else seed
+        return fence_command(self._state, job, offer, may_be_suspect=job is self._suspect)
 
     def _take_rejection(self, job: Job, error: TokenbusError) -> None:
         log.info("job.rejected", job=job.id, code=error.code, field=error.field)
@@ -211,34 +203,13 @@ class Pickup:
         self._state.counters.refused[error.code] += 1
         self._state.forget(job)
 
-    def _fence_command(self, job: Job) -> Command:
-        state, keys, request, redis = self._state, self._state.keys, job.request, self._state.redis
-        hash_key = keys.job(job.id)
-        idem, idem_ttl = hash_key, ""
-        if request.idempotency_key is not None:
-            idem = keys.idempotency(request.tenant, request.idempotency_key)
-            idem_ttl = str(IDEMPOTENCY_TTL_S)
-        seed = request.params.seed
-        return script(
-            "fence",
-            (hash_key, keys.out(job.id), job.stream, keys.cancel(job.id), keys.dead, idem),
-            (
-                *(GROUP, state.worker, job.entry, job.id),
-                self._seeds.getrandbits(SEED_BITS) if seed is None else seed,
-                *(job.prompt_tokens, redis.max_attempts, UNFINISHED_TTL_MS, redis.reply_ttl_ms),
-                "" if request.deadline_ms is None else request.deadline_ms,
-                *(PROGRESS_TOKENS, keys.prefix, idem_ttl, int(job is self._suspect)),
-                *(job.fingerprint, int(job.was_asked), redis.dead_max_len, request.tenant),
-            ),
-        )
-
     async def _take_verdict(self, job: Job, reply: Reply) -> None:
         state, verdict = self._state, reply[0].decode()
         if verdict == "suspect":
             self._hold_suspect(job)
         elif verdict in ("run", "cancelled", "deadline", "dead"):
             job.attempt, job.seed, seq, crashes = (int(value) for value in reply[1:5])
-            chunks = await self._read_log(job) if seq else []
+            chunks = await read_log(state, job) if seq else []
             state.jobs.name(job)
             if is_whole(chunks, seq):
                 job.log = chunks
@@ -258,21 +229,6 @@ class Pickup:
             self.on_forgotten()
         else:
             self._state.end(job, Ending())
-
-    async def _read_log(self, job: Job) -> list[Chunk]:
-        """What earlier attempts published; everything before our fence is final."""
-        chunks: list[Chunk] = []
-        start = "-"
-        while True:
-            out = self._state.keys.out(job.id)
-            page = await self._state.link.call("XRANGE", out, start, "+", "COUNT", PAGE_ENTRIES)
-            for entry_id, fields in page:
-                chunk = read_chunk(entry_id, fields)
-                if chunk is not None:
-                    chunks.append(chunk)
-            if len(page) < PAGE_ENTRIES:
-                return chunks
-            start = "(" + page[-1][0].decode()
 
     def _begin(self, job: Job, verdict: str, crashes: int, left_ms: int | None) -> None:
         state = self._state

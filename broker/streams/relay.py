@@ -1,77 +1,46 @@
-"""Jobs of the other door that go through Redis: put them in, follow their reply streams.
-
-The other door hears what the ledger would tell it, whoever runs the job. The cursor of each
-followed stream is its last entry id, so a lost connection repeats nothing and leaves nothing out.
+"""Jobs of the other door that go through Redis: put them in, look them up, cancel them, and have
+their replies followed. The other door hears what the ledger would tell it, whoever runs the job.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 
-import structlog
-
 from broker.messages import (
-    Accepted,
-    Address,
-    Done,
-    Event,
-    Failed,
     Find,
     Follow,
     Found,
-    Publish,
     Refused,
     SubmitDurable,
-    Tokens,
 )
 from broker.streams.entries import fingerprint_of, flat, last_seq_of
-from broker.streams.intake import BLOCK_MARGIN_S, IDLE_PING_S
+from broker.streams.followed import FollowedReplies
 from broker.streams.lane import Command, LinkLost, Reply, ReplyError
-from broker.streams.link import wait_for
 from broker.streams.scripts import script
 from broker.streams.state import RETRY_S, DoorState
-from tokenbus import events
-from tokenbus.entries import event_from_entry
-from tokenbus.errors import BadFrame, Busy, Conflict, Internal, TokenbusError
+from tokenbus.errors import Busy, Conflict, TokenbusError
 from tokenbus.keys import CANCEL_TTL_S, CONTROL_MAX_LEN
 from tokenbus.parse import build_entry
 from tokenbus.request import JobRequest
 
-log = structlog.get_logger("broker.streams")
-
-ENTRIES_PER_READ = 64
 MAX_PER_BATCH = 128
 MAX_WAITING = 10_000  # jobs, or questions, on their way to Redis
 BUSY_RETRY_MS = 1_000
 
 
-@dataclass(slots=True)
-class _Followed:
-    """A reply stream that somebody follows. after: tokens up to this seq are known to the door."""
-
-    door: Address
-    after: int
-    cursor: str = "0-0"
-    is_accepted: bool = False
-    is_paused: bool = False
-
-
 class Relay:
-    """Two tasks: one writes jobs and wishes, one reads reply streams."""
+    """Two tasks: one writes jobs and wishes, one (`followed.run`) reads reply streams."""
 
     def __init__(self, state: DoorState) -> None:
         self._state = state
-        self._followed: dict[str, _Followed] = {}
+        self.followed = FollowedReplies(state)
         self._to_submit: deque[SubmitDurable] = deque()
         self._expected: set[str] = set()  # submitted, and to be followed when Redis has them
         self._to_cancel: deque[str] = deque()
         self._to_find: deque[Find] = deque()
         self._wake_writer = asyncio.Event()
-        self._wake_reader = asyncio.Event()
 
     # ------------------------------------------------------------ messages
 
@@ -94,9 +63,8 @@ class Relay:
 
     def follow(self, message: Follow) -> None:
         """A job that is in Redis."""
-        self._followed[message.job] = _Followed(message.door, message.after)
+        self.followed.add(message.job, message.door, message.after)
         self._wake_writer.set()  # which unblocks the reader
-        self._wake_reader.set()
 
     def cancel(self, job: str) -> None:
         """Ask whoever runs the job to end it; the end comes as an event."""
@@ -105,15 +73,12 @@ class Relay:
 
     def pause(self, job: str, wanted: bool) -> None:
         """Read no more of this stream for now, or again."""
-        followed = self._followed.get(job)
-        if followed is not None and followed.is_paused != wanted:
-            followed.is_paused = wanted
+        if self.followed.pause(job, wanted):
             self._wake_writer.set()
-            self._wake_reader.set()
 
     def drop(self, job: str) -> None:
         """Nobody follows the job any more; it runs on."""
-        self._followed.pop(job, None)
+        self.followed.drop(job)
         self._expected.discard(job)
 
     # ------------------------------------------------------------ writing
@@ -209,74 +174,6 @@ class Relay:
             fields = dict(zip(values[::2], values[1::2], strict=True)) if last or about else None
             message.door.tell(Found(message.job, message.context, fields, last_seq_of(last)))
 
-    # ------------------------------------------------------------ reading
-
-    async def run_reader(self) -> None:
-        """Follow the reply streams, for ever."""
-        state = self._state
-        block_ms = state.redis.block_ms
-        while True:
-            await state.link.up.wait()
-            active = {job: f for job, f in self._followed.items() if not f.is_paused}
-            if not active:
-                await self._idle()
-                continue
-            names = {state.keys.out(job): job for job in active}
-            try:
-                reply = await state.link.relay.call(
-                    *("XREAD", "COUNT", ENTRIES_PER_READ, "BLOCK", block_ms, "STREAMS"),
-                    *names,
-                    *(followed.cursor for followed in active.values()),
-                    timeout_s=block_ms / 1000 + BLOCK_MARGIN_S,
-                )
-            except LinkLost:
-                await asyncio.sleep(0.01)
-                continue
-            except ReplyError as error:
-                if not error.is_no_group:
-                    state.report_trouble("relay", error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            for name, entries in reply or []:
-                job = names[name.decode()]
-                if self._followed.get(job) is active[job]:  # and not from elsewhere by now
-                    self._deliver(job, active[job], entries)
-
-    async def _idle(self) -> None:
-        """Wait for something to follow, without letting the server close the lane meanwhile."""
-        self._wake_reader.clear()
-        if not await wait_for(self._wake_reader, IDLE_PING_S):
-            with suppress(LinkLost):
-                await self._state.link.relay.run([("PING",)])
-
-    def _deliver(self, job: str, followed: _Followed, entries: list[Reply]) -> None:
-        out: list[Event] = []
-        for entry, fields in entries:
-            followed.cursor = entry.decode()
-            values = dict(zip(fields[::2], fields[1::2], strict=True))
-            try:
-                event = event_from_entry(job, followed.cursor, values)
-            except BadFrame as error:
-                log.error("relay.bad_entry", job=job, entry=followed.cursor, error=str(error))
-                out.append(Failed(job, 0, followed.after, Internal("the reply is damaged")))
-                self.drop(job)
-                break
-            if isinstance(event, events.Started):
-                self._accept(followed, event)
-            elif isinstance(event, events.Tokens):
-                out.extend(_new_part(event, followed))
-            elif event is not None:
-                out.append(_end_of(event))
-                self.drop(job)
-        if out:
-            followed.door.tell(Publish(out))
-
-    def _accept(self, followed: _Followed, event: events.Started) -> None:
-        if not followed.is_accepted:
-            followed.is_accepted = True
-            answer = Accepted(event.job, event.attempt, event.seed, event.prompt_tokens)
-            followed.door.tell(answer)
-
 
 def _out_of_reach() -> Busy:
     return Busy("Redis cannot be reached now", retry_ms=BUSY_RETRY_MS)
@@ -291,19 +188,3 @@ def _refusal(job: str, verdict: Reply) -> TokenbusError | None:
     if verdict == b"conflict":
         return Conflict(f"job {job!r} is another request in Redis", field="job")
     return None
-
-
-def _new_part(event: events.Tokens, followed: _Followed) -> list[Event]:
-    """What the door does not know yet. An entry that it knows in part comes whole: text cannot be
-    cut by token.
-    """
-    if event.last_seq <= followed.after:
-        return []
-    followed.after = event.last_seq
-    return [Tokens(event.job, event.attempt, event.seq, event.ids, event.text)]
-
-
-def _end_of(event: Done | events.Failed) -> Event:
-    if isinstance(event, events.Failed):
-        return Failed(event.job, event.attempt, event.seq, event.error)
-    return event

@@ -1,0 +1,144 @@
+"""Reply streams that the other door follows. The cursor of each is its last entry id, so a lost
+connection repeats nothing and leaves nothing out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from broker.messages import Accepted, Address, Done, Event, Failed, Publish, Tokens
+from broker.streams.intake import BLOCK_MARGIN_S, IDLE_PING_S
+from broker.streams.lane import LinkLost, Reply, ReplyError
+from broker.streams.link import wait_for
+from broker.streams.state import RETRY_S, DoorState
+from tokenbus import events
+from tokenbus.entries import event_from_entry
+from tokenbus.errors import BadFrame, Internal
+
+log = structlog.get_logger("broker.streams")
+
+ENTRIES_PER_READ = 64
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A reply stream that somebody follows. after: tokens up to this seq are known to the door."""
+
+    door: Address
+    after: int
+    cursor: str = "0-0"
+    is_accepted: bool = False
+    is_paused: bool = False
+
+
+class FollowedReplies:
+    """One task, `run`, reads all of them."""
+
+    def __init__(self, state: DoorState) -> None:
+        self._state = state
+        self._followed: dict[str, _Followed] = {}
+        self._wake = asyncio.Event()
+
+    def add(self, job: str, door: Address, after: int) -> None:
+        """Tell `door` about the job from the token after seq `after` on."""
+        self._followed[job] = _Followed(door, after)
+        self._wake.set()
+
+    def pause(self, job: str, wanted: bool) -> bool:
+        """Read no more of this stream for now, or again; False if nothing changed."""
+        followed = self._followed.get(job)
+        if followed is None or followed.is_paused == wanted:
+            return False
+        followed.is_paused = wanted
+        self._wake.set()
+        return True
+
+    def drop(self, job: str) -> None:
+        """Nobody follows the job any more."""
+        self._followed.pop(job, None)
+
+    async def run(self) -> None:
+        """Follow the reply streams, for ever."""
+        state = self._state
+        block_ms = state.redis.block_ms
+        while True:
+            await state.link.up.wait()
+            active = {job: f for job, f in self._followed.items() if not f.is_paused}
+            if not active:
+                await self._idle()
+                continue
+            names = {state.keys.out(job): job for job in active}
+            try:
+                reply = await state.link.relay.call(
+                    *("XREAD", "COUNT", ENTRIES_PER_READ, "BLOCK", block_ms, "STREAMS"),
+                    *names,
+                    *(followed.cursor for followed in active.values()),
+                    timeout_s=block_ms / 1000 + BLOCK_MARGIN_S,
+                )
+            except LinkLost:
+                await asyncio.sleep(0.01)
+                continue
+            except ReplyError as error:
+                if not error.is_no_group:
+                    state.report_trouble("relay", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            for name, entries in reply or []:
+                job = names[name.decode()]
+                if self._followed.get(job) is active[job]:  # and not from elsewhere by now
+                    self._deliver(job, active[job], entries)
+
+    async def _idle(self) -> None:
+        """Wait for something to follow, without letting the server close the lane meanwhile."""
+        self._wake.clear()
+        if not await wait_for(self._wake, IDLE_PING_S):
+            with suppress(LinkLost):
+                await self._state.link.relay.run([("PING",)])
+
+    def _deliver(self, job: str, followed: _Followed, entries: list[Reply]) -> None:
+        out: list[Event] = []
+        for entry, fields in entries:
+            followed.cursor = entry.decode()
+            values = dict(zip(fields[::2], fields[1::2], strict=True))
+            try:
+                event = event_from_entry(job, followed.cursor, values)
+            except BadFrame as error:
+                log.error("relay.bad_entry", job=job, entry=followed.cursor, error=str(error))
+                out.append(Failed(job, 0, followed.after, Internal("the reply is damaged")))
+                self.drop(job)
+                break
+            if isinstance(event, events.Started):
+                self._accept(followed, event)
+            elif isinstance(event, events.Tokens):
+                out.extend(_new_part(event, followed))
+            elif event is not None:
+                out.append(_end_of(event))
+                self.drop(job)
+        if out:
+            followed.door.tell(Publish(out))
+
+    def _accept(self, followed: _Followed, event: events.Started) -> None:
+        if not followed.is_accepted:
+            followed.is_accepted = True
+            answer = Accepted(event.job, event.attempt, event.seed, event.prompt_tokens)
+            followed.door.tell(answer)
+
+
+def _new_part(event: events.Tokens, followed: _Followed) -> list[Event]:
+    """What the door does not know yet. An entry that it knows in part comes whole: text cannot be
+    cut by token.
+    """
+    if event.last_seq <= followed.after:
+        return []
+    followed.after = event.last_seq
+    return [Tokens(event.job, event.attempt, event.seq, event.ids, event.text)]
+
+
+def _end_of(event: Done | events.Failed) -> Event:
+    if isinstance(event, events.Failed):
+        return Failed(event.job, event.attempt, event.seq, event.error)
+    return event
