@@ -1,5 +1,6 @@
 """The C library against live workers: the same answers as the Python client, also when the engine
-or the broker is killed in mid-stream. Compiles into a temporary directory.
+or the broker is killed in mid-stream. Compiles into a temporary directory. The real model's answers
+are in test_three_clients.py.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ import asyncio
 import os
 import re
 import shutil
-import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +17,6 @@ import pytest
 
 from engine.config import FakeModel
 from engine.fake_runner import expected_tokens
-from ops.models import CATALOG, DEFAULT_MODEL, is_cached
-from ops.worker_process import run_worker
 from tests.integration.client_runs import (
     C_SOURCE,
     RUN_S,
@@ -178,20 +176,3 @@ async def test_kill_of_the_broker_in_mid_stream_is_survived_by_submitting_again(
         await worker.broker.wait()
         await worker.start_broker()  # on the same endpoint; the engine reconnects
         assert await stress.answers() == expected
-
-
-@pytest.mark.skipif(
-    not is_cached(CATALOG[DEFAULT_MODEL]) and "CI" not in os.environ,
-    reason=f"tokenbus model fetch {DEFAULT_MODEL}",
-)
-async def test_the_real_model_gives_both_clients_the_same_text_also_across_a_kill(
-    build: Path, tmp_path: Path
-) -> None:
-    jobs = twenty_jobs(max_tokens=12)
-    async with run_worker(tmp_path) as worker:
-        expected = await run_python(worker.ready["zmq"], jobs)
-        stress = await start(build, worker.ready["zmq"], jobs)
-        await stress.reach(5)
-        os.kill(worker.pids["engine"], signal.SIGKILL)
-        assert await stress.answers() == expected
-    assert all(answer.text.strip() for answer in expected)

@@ -7,21 +7,37 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from ops.models import CATALOG, DEFAULT_MODEL, is_cached
 from ops.worker_process import WorkerProcess, run_worker
 from tokenbus import AsyncClient
 
 pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(400),  # loads the model, and two cores may be busy
     pytest.mark.skipif(
         not is_cached(CATALOG[DEFAULT_MODEL]) and "CI" not in os.environ,
         reason=f"tokenbus model fetch {DEFAULT_MODEL}",
     ),
 ]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WorkerProcess]:
+    """One worker for all: its model takes longest. Who kills its engine waits until it is back."""
+    async with run_worker(tmp_path_factory.mktemp("worker")) as worker:
+        yield worker
+
+
+async def restarted(worker: WorkerProcess, engine: int) -> None:
+    """Until another engine than this one, which was killed, is there."""
+    await worker.next_event()
+    assert worker.pids["engine"] != engine
+
 
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
 
@@ -35,10 +51,9 @@ async def answer(client: AsyncClient, seed: int | None) -> tuple[list[int], str]
 
 
 async def test_a_job_has_the_same_tokens_through_either_door_greedy_and_seeded(
-    tmp_path: Path,
+    worker: WorkerProcess,
 ) -> None:
     async with (
-        run_worker(tmp_path) as worker,
         AsyncClient(zmq=worker.ready["zmq"]) as over_zmq,
         AsyncClient(redis=worker.ready["redis"]) as over_redis,
     ):
@@ -70,10 +85,9 @@ async def looping_text(client: AsyncClient, engine_to_kill: int = 0, **options: 
 
 
 async def test_penalties_change_the_text_and_are_kept_when_the_engine_is_killed(
-    tmp_path: Path,
+    worker: WorkerProcess,
 ) -> None:
     async with (
-        run_worker(tmp_path) as worker,
         AsyncClient(zmq=worker.ready["zmq"]) as over_zmq,
         AsyncClient(redis=worker.ready["redis"]) as over_redis,
     ):
@@ -89,8 +103,7 @@ async def test_penalties_change_the_text_and_are_kept_when_the_engine_is_killed(
         for client in (over_zmq, over_redis):
             engine = worker.pids["engine"]
             assert await looping_text(client, engine, **PENALTIES) == over_one
-            await worker.next_event()
-            assert worker.pids["engine"] != engine
+            await restarted(worker, engine)
 
 
 async def eight_stories(worker: WorkerProcess, kill_after_tokens: int | None) -> list[str]:
@@ -114,14 +127,12 @@ async def eight_stories(worker: WorkerProcess, kill_after_tokens: int | None) ->
 
 
 async def test_eight_streams_give_the_same_text_when_the_engine_is_killed_among_them(
-    tmp_path: Path,
+    worker: WorkerProcess,
 ) -> None:
-    async with run_worker(tmp_path) as worker:
-        expected = await eight_stories(worker, kill_after_tokens=None)
-        engine = worker.pids["engine"]
-        assert await eight_stories(worker, kill_after_tokens=80) == expected
-        await worker.next_event()
-        assert worker.pids["engine"] != engine
+    expected = await eight_stories(worker, kill_after_tokens=None)
+    engine = worker.pids["engine"]
+    assert await eight_stories(worker, kill_after_tokens=80) == expected
+    await restarted(worker, engine)
     assert len(set(expected)) == 8
 
 
