@@ -1,4 +1,5 @@
-"""Exactness of the GPU engine: greedy parity on real weights, batch invariance, long contexts.
+"""Exactness of the GPU engine: greedy parity on real weights, batch invariance, penalties, long
+contexts.
 
 `python -m bench.gpu_parity MODEL.gguf [--fixture F] [--out results.jsonl]`. Prints
 one JSON line a check; exit code 1 if a check does not hold. With --device cpu the CPU engine runs
@@ -127,6 +128,35 @@ def check_invariance(config: EngineConfig, num_runs: int = 256) -> dict[str, Any
     }
 
 
+def check_penalties(config: EngineConfig, num_runs: int = 64) -> dict[str, Any]:
+    """Penalised runs beside plain ones, one of them alone, and all of them continued halfway."""
+    runner = _runner(config)
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(0, 40_000, n).tolist() for n in rng.integers(20, 400, num_runs)]
+    settings = Sampling(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=2.0)
+    plain = make_submits(prompts, 32)
+    submits = [replace(s, sampling=settings) if s.rid % 2 else s for s in plain]
+    unpenalised, _ = generate(runner, plain)
+    among, _ = generate(runner, submits)
+    alone, _ = generate(runner, submits[:1])
+    half = [replace(s, prefix_ids=np.array(among[s.rid][:16], np.int32)) for s in submits]
+    rest, _ = generate(runner, half)
+    same = sum(among[rid][16:] == tokens for rid, tokens in rest.items())
+    changed = sum(among[rid] != unpenalised[rid] for rid in among if rid % 2)
+    spared = sum(among[rid] == unpenalised[rid] for rid in among if rid % 2 == 0)
+    is_equal = same == num_runs and spared == num_runs // 2 and alone[1] == among[1]
+    return {
+        "check": "penalties",
+        "deterministic": config.deterministic,
+        "runs": num_runs,
+        "changed_by_penalties": changed,
+        "plain_runs_unchanged": spared,
+        "equal_when_continued": same,
+        "equal_alone": alone[1] == among[1],
+        "holds": changed > 0 and (is_equal or not config.deterministic),
+    }
+
+
 def check_long_context(device: str, num_tokens: int) -> dict[str, Any]:
     """Logits after a long prompt on a tiny model against transformers' SDPA, float32."""
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -167,6 +197,7 @@ RESULTS = {
     "largest_gap_at_a_difference": "parity.largest_gap_at_a_difference",
     "max_abs_error": "parity.long_context_max_abs_error",
     "bit_equal_steps": "parity.bit_equal_steps",
+    "equal_when_continued": "parity.penalties_equal_when_continued",
 }
 """Fields of a check that become result lines."""
 
@@ -206,6 +237,7 @@ def main() -> int:
         lambda: check_parity(config, cases, args.tokens),
         lambda: check_invariance(replace(config, deterministic=on_gpu), args.runs),
         lambda: check_invariance(config, args.runs),
+        lambda: check_penalties(replace(config, deterministic=on_gpu), min(args.runs, 64)),
     ):
         result = check()
         torch.cuda.empty_cache()

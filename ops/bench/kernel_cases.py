@@ -12,6 +12,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from kernels.activation import silu_mul
 from kernels.fixed_gemm import fixed_linear
 from kernels.norm import rms_norm
+from kernels.penalties import count_sampled, new_penalty_tables, penalise
 from kernels.prefill import prefill_attention
 from kernels.rope import rope_kv_write, rope_tables
 from kernels.sampler import new_sampler_workspace, sample
@@ -239,8 +240,8 @@ def small_kernel_rows(shape: ModelShape, m: int) -> Iterator[Row]:
 
 
 def sampler_row(m: int, vocab_size: int, kind: str) -> Row:
-    """The sampler on peaked logits, greedy, random, or with top_k 50 and top_p 0.9, beside
-    argmax."""
+    """The sampler on peaked logits, greedy, random, with top_k 50 and top_p 0.9, or with penalties
+    on rows that have 1,000 tokens, beside argmax."""
     logits = torch.randn(m, vocab_size, device=DEVICE).mul(3.0).to(DTYPE)
     params = new_sampling_tables(m, DEVICE)
     if kind != "greedy":
@@ -251,10 +252,17 @@ def sampler_row(m: int, vocab_size: int, kind: str) -> Row:
     workspace = new_sampler_workspace(m, vocab_size, DEVICE)
     rows = torch.arange(m, dtype=torch.int32, device=DEVICE)
     positions = torch.full((m,), 5, dtype=torch.int32, device=DEVICE)
-    tokens, bad = torch.empty_like(rows), torch.empty(m, dtype=torch.int8, device=DEVICE)
+    tokens, bad = torch.zeros_like(rows), torch.empty(m, dtype=torch.int8, device=DEVICE)
     table = torch.zeros(m, 16, dtype=torch.int32, device=DEVICE)
+    has_penalties = kind == "penalties"
+    penalties = new_penalty_tables(m if has_penalties else 1, vocab_size, DEVICE)
+    penalties.repetition.fill_(1.1)
+    penalties.counts[:, :: max(vocab_size // 1_000, 1)] = 3
 
     def ours() -> None:
+        if has_penalties:
+            penalise(logits, rows, penalties)
+            count_sampled(penalties, tokens, rows)
         sample(
             tokens,
             bad,
@@ -270,4 +278,5 @@ def sampler_row(m: int, vocab_size: int, kind: str) -> Row:
 
     base = time_calls([lambda: logits.argmax(-1)], replays=7).p50_us
     name = f"sample.{kind}.v{vocab_size}.m{m}"
-    return make_row(name, time_calls([ours]), 2.0 * m * vocab_size, 0.0, "argmax", base)
+    num_bytes = (6.0 if has_penalties else 2.0) * m * vocab_size
+    return make_row(name, time_calls([ours]), num_bytes, 0.0, "argmax", base)

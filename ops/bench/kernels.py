@@ -45,7 +45,7 @@ def rows_of(groups: set[str]) -> Iterator[object]:
     if "small" in groups:
         for m in (1, 256):
             yield from cases.small_kernel_rows(inputs.QWEN3_8B, m)
-        for kind in ("greedy", "random", "filters"):
+        for kind in ("greedy", "random", "filters", "penalties"):
             for m in (1, 64, 256):
                 yield cases.sampler_row(m, 151936, kind)
 
