@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Tries compose.yaml on a real Docker Engine: builds, starts, sends jobs over both doors, scales to two workers, kills
-# one in mid-stream, stops, removes everything again. About five minutes, and a build before that.
+# Tries compose.yaml on a real Docker Engine: builds, starts, sends jobs over both doors, scales to three workers, has
+# Prometheus scrape them, kills one in mid-stream, stops, removes everything again. About five minutes, and a build
+# before that. Of the profile `monitoring` it starts the services whose images are here or can be pulled.
 #
 #   COMPOSE_CHECK_FILES="a.yaml b.yaml"   more compose files, such as one with a proxy or a mirror for the build
 #   COMPOSE_CHECK_KEEP=1                  leave the images, so that the next run need not build
@@ -28,7 +29,7 @@ fail() {
 clean_up() {
     local images=(--rmi local)
     [ -z "${COMPOSE_CHECK_KEEP:-}" ] || images=()
-    "${compose[@]}" down -v --remove-orphans "${images[@]}" >/dev/null 2>&1 || true
+    "${compose[@]}" --profile monitoring down -v --remove-orphans "${images[@]}" >/dev/null 2>&1 || true
     say "removed: containers, network, volumes"
 }
 
@@ -74,6 +75,40 @@ submit() { # submit TOKENS: a greedy job of so many tokens; prints its id
 about() { redis HGET "tokenbus:{default}:job:$1" "$2"; }
 has_tokens() { [ "$(redis XLEN "tokenbus:{default}:out:$1")" -ge 4 ]; }
 
+start_monitoring() { # start_monitoring SERVICE: with the workers that are there; fails if its image cannot be had
+    local image
+    image=$("${compose[@]}" --profile monitoring config | sed -n "s|^ *image: \(.*/$1:.*\)|\1|p")
+    if ! docker image inspect "$image" >/dev/null 2>&1 && ! docker pull --quiet "$image" >/dev/null 2>&1; then
+        say "left out: $1, its image $image cannot be had"
+        return 1
+    fi
+    "${compose[@]}" --profile monitoring up -d --no-recreate --no-deps "$1" 2>/dev/null || fail "$1 does not start"
+}
+
+prometheus() { # prometheus PATH: an answer of its API
+    curl -sf "http://127.0.0.1:$TOKENBUS_PROMETHEUS_PORT/api/v1/$1"
+}
+scrapes() { # scrapes N: N workers are found and answer
+    prometheus 'query?query=count(up%7Bjob%3D%22tokenbus%22%7D%20%3D%3D%201)' | grep -q "\"$1\"\]"
+}
+check_prometheus() { # check_prometheus N
+    local rules wanted
+    wait_for 90 "Prometheus with $1 workers" scrapes "$1"
+    rules=$(prometheus rules | grep -o '"type":"alerting"' | wc -l)
+    wanted=$(grep -c 'alert:' ops/monitoring/alerts.yml)
+    [ "$rules" = "$wanted" ] || fail "Prometheus has $rules alerts, and not $wanted"
+    ! prometheus rules | grep -q '"health":"err"' || fail "an alert cannot be evaluated"
+    prometheus 'query?query=sum(tokenbus_ready)' | grep -q "\"$1\"\]" || fail "Prometheus has no metrics of $1 workers"
+    say "Prometheus scrapes $1 workers and has $rules alerts"
+}
+
+check_grafana() {
+    local grafana=http://127.0.0.1:$TOKENBUS_GRAFANA_PORT
+    wait_for 90 "Grafana" curl -sf -o /dev/null "$grafana/api/health"
+    curl -sf "$grafana/api/search?type=dash-db" | grep -q tokenbus || fail "Grafana has no dashboard"
+    say "Grafana has the dashboard"
+}
+
 # ---------------------------------------------------------------- the check
 
 for more in "" compose.gpu.yaml; do
@@ -84,7 +119,9 @@ say "compose $version: compose.yaml is valid, alone and with compose.gpu.yaml"
 TOKENBUS_REDIS_PORT=$(free_ports 1)
 zmq_port=$(free_ports 10)
 TOKENBUS_ZMQ_PORTS=$zmq_port-$((zmq_port + 9))
-export TOKENBUS_REDIS_PORT TOKENBUS_ZMQ_PORTS
+TOKENBUS_PROMETHEUS_PORT=$(free_ports 1)
+TOKENBUS_GRAFANA_PORT=$(free_ports 1)
+export TOKENBUS_REDIS_PORT TOKENBUS_ZMQ_PORTS TOKENBUS_PROMETHEUS_PORT TOKENBUS_GRAFANA_PORT
 trap clean_up EXIT
 "${compose[@]}" build --quiet worker >/dev/null 2>&1 || "${compose[@]}" build worker # once more, to show why
 "${compose[@]}" up -d 2>/dev/null
@@ -112,15 +149,18 @@ over_zmq=$(tokenbus ask --zmq "tcp://127.0.0.1:$port" --raw --max-tokens 12 --te
 [ -n "$over_zmq" ] && [[ $undisturbed == "$over_zmq"* ]] || fail "ZeroMQ gave another text: $over_zmq"
 say "ZeroMQ from the host, port $port: the same text"
 
-"${compose[@]}" up -d --no-recreate --scale worker=2 2>/dev/null
-wait_for 120 "two healthy workers" are_healthy 2
-scraped=$(docker exec "$first" python3 -c 'if True:
-    import socket, urllib.request
-    found = {info[4][0] for info in socket.getaddrinfo("worker", 9464, socket.AF_INET)}
-    pages = [urllib.request.urlopen(f"http://{address}:9464/metrics").read() for address in found]
-    print(sum(b"tokenbus_ready 1" in page for page in pages))')
-[ "$scraped" = 2 ] || fail "Prometheus would find $scraped workers under the name worker"
-say "scaled to two workers, both with metrics: $(workers | xargs -n 1 docker port | sed -n 's/5555.*-> //p' | xargs)"
+"${compose[@]}" up -d --no-recreate --scale worker=3 2>/dev/null
+wait_for 180 "three healthy workers" are_healthy 3
+mapfile -t ports < <(workers | xargs -n 1 docker port | sed -n 's/5555.*-> 127.0.0.1://p' | sort -u)
+((${#ports[@]} == 3)) || fail "three workers have the ZeroMQ ports ${ports[*]}"
+for port in "${ports[@]}"; do
+    text=$(tokenbus ask --zmq "tcp://127.0.0.1:$port" --raw --max-tokens 12 --temperature 0 'Once upon a time')
+    [ "$text" = "$over_zmq" ] || fail "the worker at port $port gave another text: $text"
+done
+say "scaled to three workers, which give the same text at the ports ${ports[*]}"
+
+if start_monitoring prometheus; then check_prometheus 3; fi
+if start_monitoring grafana; then check_grafana; fi
 
 job=$(submit 150)
 wait_for 60 "tokens" has_tokens "$job"
