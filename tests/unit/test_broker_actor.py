@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from broker.actor import BURST_MESSAGES, BURST_S, Actor, ActorSystem, Overflow
+from broker.actor_system import TURN_BURSTS
 
 
 class Recorder(Actor):
@@ -49,12 +50,68 @@ async def test_messages_told_in_one_turn_are_handled_in_one_burst_and_in_order()
     assert actor.bursts == [5]
 
 
-async def test_a_long_mailbox_gives_the_loop_a_turn_between_bursts() -> None:
-    actor = make()
+class Player(Actor):
+    """Sends every number that it gets to the next player, one higher, until it is `last`."""
+
+    def __init__(self, system: ActorSystem, name: str, last: int) -> None:
+        super().__init__(system, name)
+        self.next = self
+        self.last = last
+        self.seen: list[int] = []
+        self._is_in_hand = False
+
+    def handle(self, message: object) -> None:
+        assert isinstance(message, int)
+        assert not self._is_in_hand
+        self._is_in_hand = True
+        self.seen.append(message)
+        if message < self.last:
+            self.next.tell(message + 1)
+        self._is_in_hand = False
+
+
+def pair(last: int) -> tuple[Player, Player]:
+    system = ActorSystem(asyncio.get_running_loop())
+    one, two = Player(system, "one", last), Player(system, "two", last)
+    one.next, two.next = two, one
+    return one, two
+
+
+async def test_a_long_mailbox_gives_others_a_turn_between_bursts() -> None:
+    actor, (other, _) = make(), pair(0)
+    bursts_before: list[int] = []
+    other.after_burst = lambda: bursts_before.append(len(actor.bursts))  # type: ignore[method-assign]
+    other.system = actor.system
     for i in range(BURST_MESSAGES + 10):
         actor.tell(i)
+    other.tell(0)
     await turn()
     assert actor.bursts == [BURST_MESSAGES, BURST_MESSAGES + 10]
+    assert bursts_before == [1]
+
+
+async def test_a_message_passes_through_actors_within_one_turn_and_re_enters_none() -> None:
+    one, two = pair(last=6)
+    one.tell(1)
+    await asyncio.sleep(0)
+    assert (one.seen, two.seen) == ([1, 3, 5], [2, 4, 6])
+
+
+async def test_what_a_reader_or_a_timer_sends_is_handled_right_after_it() -> None:
+    one, two = pair(last=2)
+    one.guard(lambda: bool(one.tell(1)) or None)()
+    assert (one.seen, two.seen) == ([1], [2])
+
+
+async def test_actors_that_never_stop_talking_leave_the_loop_its_turns() -> None:
+    one, two = pair(last=1 << 60)
+    one.tell(1)
+    for _ in range(10):
+        before = len(one.seen)
+        await asyncio.sleep(0)
+        assert 0 < len(one.seen) - before <= TURN_BURSTS
+    await one.close()
+    await two.close()
 
 
 async def test_a_full_mailbox_with_refuse_keeps_nothing_and_says_so() -> None:
