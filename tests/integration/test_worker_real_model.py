@@ -100,10 +100,12 @@ async def test_penalties_change_the_text_and_are_kept_when_the_engine_is_killed(
         assert over_one == over_other
         assert len({plain, *single}) == 4
         assert over_one != plain
-        for client in (over_zmq, over_redis):
-            engine = worker.pids["engine"]
-            assert await looping_text(client, engine, **PENALTIES) == over_one
-            await restarted(worker, engine)
+        engine = worker.pids["engine"]
+        continued = await asyncio.gather(
+            looping_text(over_zmq, engine, **PENALTIES), looping_text(over_redis, **PENALTIES)
+        )
+        assert continued == [over_one, over_one]
+        await restarted(worker, engine)
 
 
 async def eight_stories(worker: WorkerProcess, kill_after_tokens: int | None) -> list[str]:
