@@ -72,7 +72,7 @@ class Part:
 
 def engine_command(s: Setting, shape: str, *extras: str) -> list[str]:
     """gpu_engine for a shape, or its smallest form."""
-    out = ["--out", str(s.results), "--trace", str(s.out / f"trace-{shape}.json")]
+    out = ["--out", str(s.results), "--trace", str(s.out / f"trace-{Path(shape).stem}.json")]
     if s.is_dry:
         small = [
             "--device",
@@ -138,7 +138,7 @@ def model_parts(s: Setting) -> list[Part]:
         return []
     model, out = str(s.model), ["--out", str(s.results), "--device", s.device]
     parity = ["bench.gpu_parity", model, *out]
-    worker = ["bench.gpu_worker", model, *out]
+    worker = ["bench.gpu_worker", model, "--name", "smollm2-135m", *out]
     alone = engine_command(s, model, "--batches", "1", "8", "64")
     if s.is_dry:
         parity += ["--prompts", "1", "--tokens", "2", "--runs", "2", "--long", "100"]
@@ -201,6 +201,10 @@ class Session:
         environment = {"PYTHONUNBUFFERED": "1"}
         paths = [".", "clients/python", os.environ.get("PYTHONPATH", "")]
         self._environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
 
     def run(self, part: Part) -> str:
         """Run one part; returns `passed`, `FAILED`, `OUT OF TIME` or `not run`."""
@@ -305,6 +309,7 @@ def main() -> int:
         )
         if part.name == "deterministic":
             add_deterministic_cost(ResultFile(setting.results))
+    session.close()
     print("; ".join(f"{name} {state}" for name, state in states.items()))
     left = [name for name, state in states.items() if state in ("not run", "OUT OF TIME")]
     if left:

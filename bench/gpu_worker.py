@@ -82,6 +82,7 @@ def main() -> int:
     parser.add_argument("--settle-s", type=float, default=20.0, help="time to capture graphs")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--name", default="", help="what result lines call the model")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as data_dir:
         command = [
@@ -116,7 +117,7 @@ def main() -> int:
             worker.terminate()
             code = worker.wait(60)
     if args.out is not None:
-        report(results, ready_s, Path(args.model).stem, ResultFile(args.out))
+        report(results, ready_s, args.name or Path(args.model).stem, ResultFile(args.out))
     print(json.dumps({"what": "gpu_worker", "ready_s": ready_s, "exit": code, "cases": results}))
     return 0
 

@@ -47,7 +47,7 @@ class DecodePlan:
 
     def programs(self, num_rows: int) -> int:
         """Programs of the attention kernel for a batch of so many rows."""
-        return self.few_programs if num_rows <= FEW_DECODE_ROWS else self.num_programs
+        return self.few_programs if num_rows in FEW_DECODE_ROWS else self.num_programs
 
     def check_tile(self, tile: DecodeTile) -> None:
         """Raise ValueError unless the tile cuts rows as this plan does."""

@@ -156,6 +156,7 @@ def _fixed_gemm_kernel(
             _, first_n = _place(first, num_tokens, num_rows, GROUP, BLOCK_M, BLOCK_N)
             rows = tl.minimum(first_n * BLOCK_N + tl.arange(0, BLOCK_N), num_rows - 1).to(tl.int64)
             lines = tl.program_id(1) * SPLIT_LEN + tl.arange(0, PREFETCH_LINES) * LINE
+            lines = tl.minimum(lines, K - 1)
             prefetch_l2(weight_ptr + rows[:, None] * weight_stride + lines[None, :])
         gdc_wait()
     if PERSISTENT:

@@ -40,12 +40,13 @@ class DecodeTile:
     groups: DecodeGroups = DecodeGroups()
 
 
-FEW_DECODE_ROWS = 16
-"""Up to here work items are single tiles or short groups: what counts is how many loads are in
-flight over all programs, not inside of one."""
+FEW_DECODE_ROWS = range(3, 17)
+"""Batches whose work items are single tiles or short groups, and more of them than programs: what
+counts is how many loads are in flight over all programs, not inside of one. (One or two rows have
+fewer items than programs: nothing to gain.)"""
 
 _FEW_ROWS_TILES: dict[tuple[int, int], DecodeTile] = {
-    # (head_dim, element bytes); tile_tokens and groups as in _DECODE_TILES
+    # (head_dim, element bytes); tile_tokens, warps and groups as in _DECODE_TILES: the same bits
     (128, 2): DecodeTile(128, 4, 1, 3, 168),
 }
 
@@ -72,7 +73,7 @@ def decode_tile(
     """
     del group_heads  # groups of up to 16 share one tile: M is padded to 16 anyway
     key = (head_dim, dtype.itemsize)
-    tile = _FEW_ROWS_TILES.get(key) if num_rows <= FEW_DECODE_ROWS else None
+    tile = _FEW_ROWS_TILES.get(key) if num_rows in FEW_DECODE_ROWS else None
     return tile or _DECODE_TILES.get(key) or DecodeTile(32, 4, 2, 2)
 
 

@@ -29,7 +29,7 @@ def new_attention_plans(
     """Allocate for max_num_seqs rows and every window of the model."""
     group_heads = spec.num_heads // spec.num_kv_heads
     tile = decode_tile(spec.head_dim, group_heads, dtype)
-    few = decode_tile(spec.head_dim, group_heads, dtype, FEW_DECODE_ROWS)
+    few = decode_tile(spec.head_dim, group_heads, dtype, FEW_DECODE_ROWS[0])
     num_sms = num_processors(device)
     plans = {}
     for window in sorted(set(spec.windows)):

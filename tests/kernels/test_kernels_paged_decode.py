@@ -9,7 +9,7 @@ import torch
 from kernels.decode_partials import new_decode_workspace
 from kernels.decode_plan import new_decode_plan, plan_decode
 from kernels.paged_decode import paged_decode, paged_decode_ref
-from kernels.tiles import DecodeGroups, DecodeTile, decode_tile
+from kernels.tiles import FEW_DECODE_ROWS, DecodeGroups, DecodeTile, decode_tile
 from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
 
 TILE = DecodeTile(tile_tokens=16, num_warps=4, num_stages=2, programs_per_sm=1)
@@ -134,8 +134,9 @@ def test_a_tile_that_cuts_rows_otherwise_is_refused() -> None:
 def test_every_head_size_is_cut_alike_for_few_rows_and_for_many() -> None:
     for head_dim in (64, 96, 128, 256):
         for dtype in (torch.float32, torch.bfloat16):
-            few, many = (decode_tile(head_dim, 4, dtype, n) for n in (1, 256))
+            few, many = (decode_tile(head_dim, 4, dtype, n) for n in (FEW_DECODE_ROWS[0], 256))
             assert (few.tile_tokens, few.groups) == (many.tile_tokens, many.groups)
+            assert few.num_warps == many.num_warps, "sums over warps would be in another order"
 
 
 def test_the_plan_covers_every_tile_once_and_long_items_come_first() -> None:
