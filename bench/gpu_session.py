@@ -17,6 +17,7 @@ Order of work on a machine that is there for half an hour, most wanted first:
    best decode tile of 16x8.b8, b4 and b16 into _FEW_ROWS_TILES, and of b64 and b256 into
    _DECODE_TILES: both need the same tile length and groups, since these are part of the numerics.
 3. `--parts compile,qwen3-8b,deterministic,worker,smollm2-135m,rival`.
+   Extra parts run only where named: sweep_gemm, sweep_prefill.
 4. Look at gpu_active_pct's kernels and at the trace, change one thing, and measure that shape again
    with `python -m bench.gpu_engine SHAPE`.
 """
@@ -24,171 +25,19 @@ Order of work on a machine that is there for half an hour, most wanted first:
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from bench.gpu_parts import Part, Setting, all_parts
 from bench.report import BATCHES, ResultFile
 
 KILL_AFTER_S = 5.0
 TAIL_LINES = 14
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What the parts' commands depend on."""
-
-    out: Path
-    device: str
-    model: Path | None
-
-    @property
-    def is_dry(self) -> bool:
-        """No GPU: tiny shapes, to try the code out."""
-        return self.device == "cpu"
-
-    @property
-    def results(self) -> Path:
-        """Where result lines go."""
-        return self.out / "results.jsonl"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Commands that run one after the other (or at the same time), in so many seconds together."""
-
-    name: str
-    limit_s: float
-    commands: list[list[str]]
-    at_once: bool = False
-    interprets: bool = True  # in a dry run: kernels run in Triton's interpreter
-
-
-def engine_command(s: Setting, shape: str, *extras: str) -> list[str]:
-    """gpu_engine for a shape, or its smallest form."""
-    out = ["--out", str(s.results), "--trace", str(s.out / f"trace-{Path(shape).stem}.json")]
-    if s.is_dry:
-        small = [
-            "--device",
-            "cpu",
-            "--batches",
-            "1",
-            "2",
-            "--input-len",
-            "24",
-            "--output-len",
-            "40",
-        ]
-        small += ["--max-model-len", "256", "--run", "2:8"]
-        return ["bench.gpu_engine", "tiny", *out, *small, *extras]
-    return ["bench.gpu_engine", shape, *out, *extras]
-
-
-def test_command(s: Setting) -> list[str]:
-    """Kernel tests on the device."""
-    files = sorted(str(path) for path in Path("tests/kernels").glob("test_*.py"))
-    if s.is_dry:
-        files = ["tests/kernels/test_kernels_rng.py"]
-    workers = ["-n", "14"] if importlib.util.find_spec("xdist") and not s.is_dry else []
-    plain = ["-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
-    return ["pytest", *plain, *workers, *files]
-
-
-def compile_commands(s: Setting) -> list[list[str]]:
-    """Fill the compile cache: engine kernels of each shape."""
-    if s.is_dry:
-        return [["bench.compile_check", "--shapes", "tiny", "--dtypes", "bfloat16", "--sizes", "1"]]
-    sizes = [str(n) for n in (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)]
-    return [
-        ["bench.compile_check", "--shapes", shape, "--dtypes", "bfloat16", "--sizes", *sizes]
-        for shape in ("qwen3-8b", "qwen3-0.6b", "smollm2-135m")
-    ]
-
-
-def sweep_parts(s: Setting) -> list[Part]:
-    """Compile in several processes, then time in one."""
-    table = ["--write", str(s.out / "fixed_gemm_tiles.json")]
-    if s.is_dry:
-        tiny = ["--models", "tiny", "--limit", "2"]
-        names = ["--names", "9x3.b1.kv1152", "--limit", "1"]
-        return [
-            Part("sweep_fixed", 60, [["bench.sweep_fixed_gemm", *tiny, *table]]),
-            Part("sweep_decode", 60, [["bench.sweep_decode", *names]]),
-        ]
-    parts = []
-    for name, module, seconds, extra in (
-        ("sweep_fixed", "bench.sweep_fixed_gemm", 80, table),
-        ("sweep_decode", "bench.sweep_decode", 45, []),
-    ):
-        compiles = [[module, "--compile-part", f"{part}/14"] for part in range(14)]
-        parts.append(Part(f"{name}_compile", 90, compiles, at_once=True))
-        parts.append(Part(name, seconds + 40, [[module, "--seconds", str(seconds), *extra]]))
-    return parts
-
-
-def model_parts(s: Setting) -> list[Part]:
-    """What needs real weights."""
-    if s.model is None:
-        return []
-    model, out = str(s.model), ["--out", str(s.results), "--device", s.device]
-    parity = ["bench.gpu_parity", model, *out]
-    worker = ["bench.gpu_worker", model, "--name", "smollm2-135m", *out]
-    alone = engine_command(s, model, "--batches", "1", "8", "64")
-    if s.is_dry:
-        parity += ["--prompts", "1", "--tokens", "2", "--runs", "2", "--long", "100"]
-        worker += ["--jobs", "1", "--input-len", "8", "--output-len", "4", "--settle-s", "0"]
-        alone = []
-    return [
-        Part("parity", 150, [parity]),
-        Part("worker", 130, [worker, alone] if alone else [worker]),
-    ]
-
-
-def all_parts(s: Setting) -> list[Part]:
-    """Every part, in the order in which they run."""
-    load = ["bench.gpu_load", "tiny" if s.is_dry else "qwen3-8b", "--device", s.device]
-    load += ["--dir", str(s.out / "load" if s.is_dry else Path("/tmp/tokenbus-load"))]
-    rival = ["--out", str(s.results), "--device", s.device]
-    if s.is_dry:
-        rival += ["--batches", "1", "--input-len", "32", "--output-len", "8"]
-    few = ["--output-len", "64"] if not s.is_dry else []
-    plain = ["--extras", "ttft"]
-    most = ["--extras", "ttft", "allocations", "host", "run256"]
-    deterministic = ["--deterministic"] if not s.is_dry else []
-    return [
-        Part("compile", 120, compile_commands(s), at_once=True, interprets=False),
-        Part("tests", 170, [test_command(s)]),
-        *sweep_parts(s),
-        Part(
-            "kernels",
-            90,
-            [["bench.gpu_kernels", "--out", str(s.results), *(["--tiny"] if s.is_dry else [])]],
-        ),
-        Part("load", 120, [[*load, "--out", str(s.results)]]),
-        *model_parts(s),
-        Part("qwen3-0.6b", 90, [engine_command(s, "qwen3-0.6b", *plain)]),
-        Part("smollm2-135m", 90, [engine_command(s, "smollm2-135m", *plain)]),
-        Part("qwen3-8b", 200, [engine_command(s, "qwen3-8b", *most)]),
-        Part(
-            "deterministic",
-            130,
-            [engine_command(s, "qwen3-8b", "--extras", *deterministic, *few)],
-        ),
-        Part(
-            "rival",
-            200,
-            [
-                ["bench.gpu_rival", shape, *rival]
-                for shape in (["tiny"] if s.is_dry else ["qwen3-0.6b", "smollm2-135m"])
-            ],
-        ),
-    ]
 
 
 class Session:
@@ -299,7 +148,8 @@ def main() -> int:
     session = Session(setting, args.limit_s)
     states = {}
     for part in parts:
-        if wanted and part.name.removesuffix("_compile") not in wanted:
+        is_wanted = part.name.removesuffix("_compile") in wanted if wanted else not part.is_extra
+        if not is_wanted:
             continue
         began = time.monotonic()
         print(f"=== {part.name}", flush=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu_session import Part, Session, Setting, add_deterministic_cost, all_parts, joined
+from bench.gpu_parts import Part, Setting, all_parts
+from bench.gpu_session import Session, add_deterministic_cost, joined
 from bench.report import TARGETS, ResultFile
 
 FIELDS = {"what", "value", "unit", "target", "floor", "command", "date", "machine", "versions"}
