@@ -1,7 +1,7 @@
 """A Hugging Face directory's *.safetensors -> merged `ModelWeights`.
 
 Files are memory-mapped; each tensor is copied once, straight into its rows of the merged parameter,
-in file order.
+in file order. To a GPU it is read from the file instead (`upload.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.loader.report import LoadedModel, LoadProgress, ProgressCallback, no_progress
 from engine.loader.sources import Target, hf_targets, is_ignorable_hf
-from engine.loader.upload import make_upload, prefetch
+from engine.loader.upload import FileSpan, make_upload, prefetch
 from engine.model.errors import CheckpointError, TensorMismatchError
 from engine.model.hf_config import read_hf_spec
 from engine.model.spec import ModelSpec
@@ -49,14 +50,14 @@ def load_safetensors(
     done_bytes = 0
     prefetch(shards)
     upload = make_upload(device)
-    for name, tensor in _tensors(shards, targets):
+    for name, tensor, span in _tensors(shards, targets):
         target = targets[name]
         if tuple(tensor.shape) != target.shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(tensor.shape)}, the configuration implies {target.shape}"
             )
         rows = merged[target.name][target.row : target.row + target.shape[0]]
-        upload.copy(rows, tensor)
+        upload.copy(rows, tensor, span)
         done_bytes += tensor.numel() * tensor.element_size()
         progress(LoadProgress(done_bytes, total_bytes))
     upload.finish()
@@ -100,12 +101,29 @@ def _check_names(shards: list[Path], targets: Mapping[str, Target], spec: ModelS
 
 def _tensors(
     shards: list[Path], targets: Mapping[str, Target]
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor, FileSpan]]:
+    """Every tensor, mapped and not read yet, and where it lies in its file, which is open until the
+    next one is asked for."""
     for path in shards:
-        with _open(path) as shard:
+        with _open(path) as shard, path.open("rb") as file:
+            offsets = tensor_offsets(file)
             for name in shard.offset_keys():
                 if name in targets:
-                    yield name, shard.get_tensor(name)
+                    yield name, shard.get_tensor(name), FileSpan(file.fileno(), offsets[name])
+
+
+def tensor_offsets(file: BinaryIO) -> dict[str, int]:
+    """Tensor name -> offset of its first byte in a safetensors file.
+
+    The file begins with the header's length in 8 bytes, little-endian, then the header, JSON.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    return {
+        name: 8 + length + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _open(path: Path) -> safe_open:
