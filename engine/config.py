@@ -40,8 +40,8 @@ class EngineConfig:
     model_name: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["auto", "none"] = (
-        "auto"  # auto: packed CPU weights where the checkpoint is quantized
+    quantization: Literal["auto", "packed", "none"] = (
+        "auto"  # of a quantized checkpoint on the CPU: 8-bit products where the CPU has them
     )
     load_format: Literal["auto", "dummy"] = "auto"
     max_num_seqs: int = 0  # 0: chosen by device (16 on the CPU, 256 on a GPU)

@@ -71,6 +71,7 @@ MEANINGS = {
     "relay.bad_entry": "a reply stream holds something that no worker wrote",
     "reply.restored": "a reply stream was written again after Redis lost it",
     "ring.corrupt": "a ring holds what the engine cannot have written; the engine is dropped",
+    "runner.huge_pages": "weights of the CPU engine moved onto huge pages while idle",
     "runner.ready": "the runner's sizes: rows, blocks, threads",
     "stream.claimed": "a job was taken over from a worker that fell silent, or gave it back",
     "weights.loaded": "where the weights are and how long it took",

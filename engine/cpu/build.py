@@ -9,9 +9,11 @@ import structlog
 import torch
 
 from engine.config import EngineConfig
-from engine.cpu.decoder import Decoder
-from engine.cpu.head import Embedding, LmHead
+from engine.cpu.int8 import has_int8_products
 from engine.cpu.kv_cache import KvCache
+from engine.cpu.linear import Scheme
+from engine.cpu.model import CpuModel
+from engine.cpu.pace import ThreadPacer
 from engine.cpu.runner import CpuRunner
 from engine.cpu.step_inputs import TILE_TOKENS
 from engine.errors import ConfigError
@@ -37,20 +39,18 @@ def build_cpu_runner(config: EngineConfig, progress: ProgressCallback) -> CpuRun
     """A ready `CpuRunner`. Raises as `engine.build.build_runner`."""
     if config.dtype not in ("auto", "float32"):
         raise ConfigError("dtype", config.dtype, "the CPU runner computes in float32: use auto")
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
     path = Path(config.model_path)
     spec = read_spec(path)
     max_model_len = _model_len(config, spec)
     max_num_seqs = config.max_num_seqs or _MAX_NUM_SEQS
     _check_weights_fit(path, spec, config)
     loaded = _load(path, config, progress)
-    is_packed = isinstance(loaded.weights.layers[0].gate_up, QuantizedMatrix)
     block_size = config.block_size_tokens or _BLOCK_SIZE
     num_blocks = plan_num_blocks(config, spec, block_size, max_model_len, available_bytes())
-    cache = KvCache(spec, num_blocks, block_size)
-    decoder = Decoder(spec, loaded.weights.layers, loaded.weights.final_norm, cache)
-    embedding = Embedding(loaded.weights.embedding)
-    head = LmHead(loaded.weights.lm_head)
+    scheme = _scheme(config, loaded)
+    model = CpuModel.prepare(spec, loaded.weights, KvCache(spec, num_blocks, block_size), scheme)
     info = RunnerInfo(
         model=config.model_name or path.stem,
         architecture=spec.architecture,
@@ -64,21 +64,27 @@ def build_cpu_runner(config: EngineConfig, progress: ProgressCallback) -> CpuRun
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_batched_tokens(config, max_num_seqs),
         load_s=loaded.load_s,
-        weight_bytes=decoder.num_bytes + embedding.num_bytes + head.num_bytes,
-        kv_bytes=cache.num_bytes,
-        quantization="packed" if is_packed else "none",
+        weight_bytes=model.weight_bytes,
+        kv_bytes=model.cache.num_bytes,
+        quantization=scheme.value,
         chunk_align_tokens=TILE_TOKENS,
         replays_by_decode=True,
     )
-    _log_ready(info)
-    return CpuRunner(info, decoder, embedding, head, cache, spec.windows, spec.num_kv_heads)
+    _log_ready(info, num_threads)
+    return CpuRunner(info, model, ThreadPacer(num_threads))
 
 
-def _log_ready(info: RunnerInfo) -> None:
+def _scheme(config: EngineConfig, loaded: LoadedModel) -> Scheme:
+    if not isinstance(loaded.weights.layers[0].gate_up, QuantizedMatrix):
+        return Scheme.NONE
+    return Scheme.INT8 if config.quantization == "auto" and has_int8_products() else Scheme.PACKED
+
+
+def _log_ready(info: RunnerInfo, num_threads: int) -> None:
     log.info(
         "runner.ready",
         device="cpu",
-        threads=torch.get_num_threads(),
+        threads=num_threads,
         weights_gib=round(info.weight_bytes / _GIB, 3),
         kv_gib=round(info.kv_bytes / _GIB, 3),
         kv_tokens=info.num_blocks * info.block_size,
@@ -145,7 +151,7 @@ def _batched_tokens(config: EngineConfig, max_num_seqs: int) -> int:
 
 
 def _check_weights_fit(path: Path, spec: ModelSpec, config: EngineConfig) -> None:
-    packs = config.quantization == "auto" and path.suffix == ".gguf"
+    packs = config.quantization != "none" and path.suffix == ".gguf"
     needed = parameter_count(spec) * (1 if packs else _ELEMENT_BYTES)
     free = available_bytes()
     if needed > free:
@@ -156,5 +162,5 @@ def _check_weights_fit(path: Path, spec: ModelSpec, config: EngineConfig) -> Non
 def _load(path: Path, config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     if config.load_format == "dummy":
         return load_dummy(path, torch.float32, progress=progress)
-    keep_quantized = config.quantization == "auto"
+    keep_quantized = config.quantization != "none"
     return load_model(path, torch.float32, keep_quantized=keep_quantized, progress=progress)

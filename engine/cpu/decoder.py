@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from engine.cpu.contexts import DecodeContexts
 from engine.cpu.kv_cache import KvCache
-from engine.cpu.linear import Linear, make_linear
+from engine.cpu.linear import Linear, LinearFactory
 from engine.cpu.norm import Residual, RmsNorm, head_norm
 from engine.cpu.step_inputs import DecodeGroup, PromptTile, StepInputs
 from engine.model.quantized import QuantizedMatrix
@@ -43,13 +44,16 @@ class Decoder:
         layers: tuple[LayerWeights, ...],
         final_norm: torch.Tensor,
         cache: KvCache,
+        contexts: DecodeContexts,
+        make_linear: LinearFactory,
     ) -> None:
         self._spec = spec
         self._cache = cache
+        self._contexts = contexts
         self._final_norm = RmsNorm(final_norm, torch.float32)
         self._inverse_frequencies = spec.rope.inverse_frequencies(spec.head_dim)
         self._layers = [
-            _prepare_layer(spec, weights, window)
+            _prepare_layer(spec, weights, window, make_linear)
             for weights, window in zip(layers, spec.windows, strict=True)
         ]
         self.num_bytes = sum(
@@ -95,24 +99,24 @@ class Decoder:
         self._cache.write(index, step.kv_index, heads[:, spec.num_heads :])
         parts = []
         if step.decode is not None:
-            q = heads[: step.decode.num_rows, : spec.num_heads]
-            parts.append(self._decode_attention(index, layer.window, q, step.decode))
+            part = heads[: step.decode.num_rows]
+            parts.append(self._decode_attention(index, layer.window, part, step.decode))
         for tile in step.tiles:
             part = heads[tile.start : tile.start + tile.length]
             parts.append(self._tile_attention(index, layer.window, part, tile))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_attention(
-        self, index: int, window: int, q: torch.Tensor, group: DecodeGroup
+        self, index: int, window: int, heads: torch.Tensor, group: DecodeGroup
     ) -> torch.Tensor:
-        """q float32 [B, heads, head_dim] against the cached contexts -> [B, q_size].
+        """Heads q | k | v, float32 [B, q + 2 * kv heads, head_dim] -> [B, q_size].
 
         The query heads of one kv head are the rows of one small product.
         """
         spec = self._spec
         batch_heads = group.num_rows * spec.num_kv_heads
-        k, v = self._cache.gather(index, group.piece_index, batch_heads)
-        queries = q.reshape(batch_heads, -1, spec.head_dim)
+        k, v = self._contexts.layer(index, group, heads[:, spec.num_heads :])
+        queries = heads[:, : spec.num_heads].reshape(batch_heads, -1, spec.head_dim)
         scores = torch.baddbmm(
             group.masks[window], queries, k.transpose(1, 2), alpha=1 / math.sqrt(spec.head_dim)
         )
@@ -138,7 +142,9 @@ class Decoder:
         return mixed[0].transpose(0, 1).reshape(tile.length, spec.q_size)
 
 
-def _prepare_layer(spec: ModelSpec, weights: LayerWeights, window: int) -> _Layer:
+def _prepare_layer(
+    spec: ModelSpec, weights: LayerWeights, window: int, make_linear: LinearFactory
+) -> _Layer:
     order = _paired_order(spec)
     bias = None if weights.qkv_bias is None else weights.qkv_bias[order]
     if isinstance(weights.qkv, QuantizedMatrix):

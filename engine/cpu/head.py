@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.cpu.linear import make_linear
+from engine.cpu.linear import LinearFactory
 from engine.model.quantized import QuantizedMatrix
 from engine.model.weights import Matrix, matrix_bytes
 
@@ -33,11 +33,11 @@ class Embedding:
 class LmHead:
     """Hidden states -> logits.
 
-    A packed head gives logits in bfloat16, too coarse to tell the best tokens apart. So those near
-    the best one are computed again in float32 from the checkpoint's own numbers.
+    A packed or 8-bit head gives logits too coarse to tell the best tokens apart. So those near the
+    best one are computed again in float32 from the checkpoint's own numbers.
     """
 
-    def __init__(self, matrix: Matrix) -> None:
+    def __init__(self, matrix: Matrix, make_linear: LinearFactory) -> None:
         self._linear = make_linear(matrix)
         self._exact = matrix if isinstance(matrix, QuantizedMatrix) else None
         self.num_bytes = self._linear.num_bytes if self._exact is not None else 0
@@ -45,7 +45,7 @@ class LmHead:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [S, H] -> float32 [S, V]."""
         logits = self._linear(hidden.to(self._linear.input_dtype)).float()
-        if self._exact is not None and self._linear.input_dtype != torch.float32:
+        if self._exact is not None and not self._linear.is_exact:
             self._refine(logits, hidden, self._exact)
         return logits
 

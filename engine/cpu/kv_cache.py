@@ -7,9 +7,11 @@ product. The last block is never handed out: it stays zero and pads short block 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from engine.model.spec import ModelSpec
+from engine.plan import IntArray
 
 
 class KvCache:
@@ -54,7 +56,30 @@ class KvCache:
         """Store k | v of T tokens, float32 [T, 2 * heads, head_dim]."""
         self._vectors[layer].index_put_((index,), kv)
 
-    def gather(self, layer: int, index: torch.Tensor, batch_heads: int) -> torch.Tensor:
+    def gather(
+        self, layer: int, index: torch.Tensor, batch_heads: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Contexts, float32 [2, batch * heads, columns * block size, head_dim]; 0 is k, 1 is v."""
-        pieces: torch.Tensor = self._pieces[layer].index_select(0, index)
+        source = self._pieces[layer]
+        if out is not None:
+            torch.index_select(source, 0, index, out=out.view(len(index), -1))
+            return out
+        pieces: torch.Tensor = source.index_select(0, index)
         return pieces.view(2, batch_heads, -1, self._head_dim)
+
+    def context_shape(self, num_rows: int, length: int) -> tuple[int, ...]:
+        """Shape of the gathered contexts of all layers, `length` tokens each."""
+        heads = self._piece_of_vector.shape[1] // 2
+        return (len(self._data), 2, num_rows * heads, length, self._head_dim)
+
+    def context_index(self, positions: IntArray, length: int) -> torch.Tensor:
+        """Addresses in gathered contexts of one token a row, int32 [B] -> int64 [B, 2 * heads].
+
+        They count vectors of one layer.
+        """
+        heads2 = self._piece_of_vector.shape[1]
+        heads = heads2 // 2
+        side, head = np.divmod(np.arange(heads2), heads)
+        rows = np.arange(len(positions))[:, None]
+        line = (side * len(positions) + rows) * heads + head
+        return torch.from_numpy(line * length + positions[:, None])

@@ -1,17 +1,20 @@
-"""Linear layers of the CPU runner: dense float32, and quantized weights that stay packed.
+"""Linear layers of the CPU runner: dense float32, and quantized weights that stay small.
 
-The packed operators take bfloat16 activations and accumulate in float32. 4-bit groups of 32 keep
-the checkpoint's integers; their scales are rounded to bfloat16. 8-bit and 6-bit weights are
+Which one a quantized matrix gets is the scheme's choice: 8-bit products (`int8.py`), or the packed
+operators of this file. Those take bfloat16 activations and accumulate in float32. 4-bit groups of
+32 keep the checkpoint's integers; their scales are rounded to bfloat16. 8-bit and 6-bit weights are
 requantized to one scale a row, because the 8-bit operator knows no groups.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Protocol
 
 import torch
 from torch.nn.functional import linear
 
+from engine.cpu.int8 import DynamicInt8Linear, TokenQuantizer, block_of
 from engine.model.quantized import AffineGroups, QuantizedMatrix
 from engine.model.weights import Matrix
 
@@ -21,10 +24,19 @@ _ROW_MULTIPLE = 64  # the packed 4-bit layout works on whole tiles of output row
 _CHUNK_ROWS = 4096
 
 
+class Scheme(Enum):
+    """How products with quantized weights are computed. The value is its name in the log."""
+
+    NONE = "none"
+    PACKED = "packed"
+    INT8 = "int8"
+
+
 class Linear(Protocol):
     """y = x W^T + bias."""
 
     input_dtype: torch.dtype
+    is_exact: bool  # computes with the checkpoint's own numbers, in float32
     num_bytes: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +48,7 @@ class DenseLinear:
     """float32 weights, exact."""
 
     input_dtype = torch.float32
+    is_exact = True
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -51,6 +64,7 @@ class Int4Linear:
     """4-bit weights in groups of 32, bfloat16 activations."""
 
     input_dtype = torch.bfloat16
+    is_exact = False
 
     def __init__(self, groups: AffineGroups, bias: torch.Tensor | None = None) -> None:
         """The operator computes (q - 8) * scale + zero, so zero = minimum + 8 * scale."""
@@ -75,6 +89,7 @@ class Int8Linear:
     """8-bit weights with one scale a row, bfloat16 activations."""
 
     input_dtype = torch.bfloat16
+    is_exact = False
 
     def __init__(self, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> None:
         num_rows, num_columns = matrix.shape
@@ -98,13 +113,23 @@ class Int8Linear:
         return y if self._bias is None else y.add_(self._bias)
 
 
-def make_linear(matrix: Matrix, bias: torch.Tensor | None = None) -> Linear:
-    """The fastest layer that holds `matrix` without losing more than its format already lost."""
-    if isinstance(matrix, torch.Tensor):
-        return DenseLinear(matrix, bias)
-    num_rows, num_columns = matrix.shape
-    if num_columns % _GROUP or num_rows % _ROW_MULTIPLE:
-        return DenseLinear(matrix.dequantize(), bias)
-    if matrix.kind.is_4bit_group32:
-        return Int4Linear(matrix.affine(), bias)
-    return Int8Linear(matrix, bias)
+class LinearFactory:
+    """Makes the linear layers of one model."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
+        self._quantizers: dict[int, TokenQuantizer] = {}  # by number of columns
+
+    def __call__(self, matrix: Matrix, bias: torch.Tensor | None = None) -> Linear:
+        """The scheme's layer for a quantized matrix of this shape, dense if it has none."""
+        if isinstance(matrix, torch.Tensor):
+            return DenseLinear(matrix, bias)
+        num_rows, num_columns = matrix.shape
+        if self._scheme is Scheme.INT8 and block_of(num_columns):
+            quantizer = self._quantizers.setdefault(num_columns, TokenQuantizer(num_columns))
+            return DynamicInt8Linear(matrix, quantizer, bias)
+        if num_columns % _GROUP or num_rows % _ROW_MULTIPLE:
+            return DenseLinear(matrix.dequantize(), bias)
+        if matrix.kind.is_4bit_group32:
+            return Int4Linear(matrix.affine(), bias)
+        return Int8Linear(matrix, bias)

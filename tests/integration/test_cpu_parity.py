@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from broker.ring.records import Sampling
 from engine.build import build_runner
 from engine.config import EngineConfig
+from engine.cpu.int8 import has_int8_products
 from engine.plan import Runner
 from engine.scheduler import Scheduler
 from tests.cpu_kit import SMOLLM2, generate, with_limits
@@ -61,7 +63,7 @@ def test_sixteen_at_once_give_the_reference_tokens(runner: Runner) -> None:
 
 def test_chunks_of_sixteen_give_the_reference_tokens(runner: Runner) -> None:
     narrow = with_limits(runner, max_num_batched_tokens=16, chunk_align_tokens=1)
-    assert generate(narrow, PROMPTS, 8) == expected(8)
+    assert generate(narrow, PROMPTS, NEW_TOKENS) == expected(NEW_TOKENS)
 
 
 @pytest.mark.parametrize("at", [0, 9, 16, 19, 28], ids=lambda at: f"{len(PROMPTS[at])}-tokens")
@@ -106,14 +108,25 @@ def test_one_prompt_agrees_with_a_live_reference(runner: Runner) -> None:
     assert generate(runner, [PROMPTS[8]], 16) == [tokens]
 
 
-def test_packed_weights_agree_with_float32_on_nearly_all_tokens() -> None:
+@pytest.mark.parametrize(
+    ("quantization", "scheme", "least"), [("auto", "int8", 0.92), ("packed", "packed", 0.95)]
+)
+def test_fast_products_agree_with_float32_on_nearly_all_tokens(
+    quantization: Literal["auto", "packed"], scheme: str, least: float
+) -> None:
+    if scheme == "int8" and not has_int8_products():
+        pytest.skip("this CPU has no fast 8-bit products")
     config = EngineConfig(
-        model_path=str(SMOLLM2), device="cpu", kv_cache_bytes=400 << 20, num_threads=1
+        model_path=str(SMOLLM2),
+        device="cpu",
+        kv_cache_bytes=400 << 20,
+        num_threads=1,
+        quantization=quantization,
     )
-    packed = build_runner(config)
-    assert packed.info.quantization == "packed"
-    agreement = top1_agreement(packed)
-    assert agreement >= 0.93, f"top-1 agreement with float32 is {agreement:.3f}"
+    runner = build_runner(config)
+    assert runner.info.quantization == scheme
+    agreement = top1_agreement(runner)
+    assert agreement >= least, f"top-1 agreement with float32 is {agreement:.3f}"
 
 
 def top1_agreement(runner: Runner) -> float:

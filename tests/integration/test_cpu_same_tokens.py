@@ -15,6 +15,7 @@ import pytest
 from broker.ring.records import Sampling
 from engine.build import build_runner
 from engine.config import EngineConfig
+from engine.cpu.int8 import has_int8_products
 from engine.plan import Runner
 from engine.scheduler import Scheduler
 from tests.cpu_kit import SMOLLM2, generate, with_limits
@@ -50,7 +51,7 @@ def runner() -> Runner:
         model_path=str(SMOLLM2), device="cpu", kv_cache_bytes=400 << 20, num_threads=1
     )
     runner = build_runner(config)
-    assert runner.info.quantization == "packed"
+    assert runner.info.quantization == ("int8" if has_int8_products() else "packed")
     assert runner.info.replays_by_decode
     return runner
 

@@ -13,7 +13,8 @@ import engine.cpu.runner
 from broker.ring.records import Sampling
 from engine.build import build_runner
 from engine.config import EngineConfig
-from engine.cpu.linear import Int4Linear, Int8Linear, make_linear
+from engine.cpu.int8 import DynamicInt8Linear, has_int8_products
+from engine.cpu.linear import Int4Linear, Int8Linear, LinearFactory, Scheme
 from engine.cpu.runner import CpuRunner
 from engine.cpu.sampler import sample
 from engine.cpu.step_inputs import TILE_TOKENS
@@ -85,15 +86,25 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def runner(model_path: Path) -> CpuRunner:
+def make_runner(model_path: Path, scheme: str, num_threads: int = 1) -> CpuRunner:
+    if scheme == "int8" and not has_int8_products():
+        pytest.skip("this CPU has no fast 8-bit products")
     config = EngineConfig(
-        model_path=str(model_path), device="cpu", kv_cache_bytes=4 << 20, num_threads=1
+        model_path=str(model_path),
+        device="cpu",
+        kv_cache_bytes=4 << 20,
+        num_threads=num_threads,
+        quantization="auto" if scheme == "int8" else "packed",
     )
     runner = build_runner(config)
     assert isinstance(runner, CpuRunner)
-    assert runner.info.quantization == "packed"
+    assert runner.info.quantization == scheme
     return runner
+
+
+@pytest.fixture(scope="module", params=["int8", "packed"])
+def runner(model_path: Path, request: pytest.FixtureRequest) -> CpuRunner:
+    return make_runner(model_path, request.param)
 
 
 class LogitsBook:
@@ -132,10 +143,25 @@ def together(runner: CpuRunner, book: LogitsBook) -> list[list[int]]:
     return outputs
 
 
-def test_the_layers_are_4bit_and_the_head_is_8bit(model_path: Path) -> None:
+def test_each_scheme_has_its_layers(model_path: Path) -> None:
     weights = load_model(model_path, torch.float32, keep_quantized=True).weights
-    assert isinstance(make_linear(weights.layers[0].gate_up), Int4Linear)
-    assert isinstance(make_linear(weights.lm_head), Int8Linear)
+    packed = LinearFactory(Scheme.PACKED)
+    assert isinstance(packed(weights.layers[0].gate_up), Int4Linear)
+    assert isinstance(packed(weights.lm_head), Int8Linear)
+    if has_int8_products():
+        assert isinstance(LinearFactory(Scheme.INT8)(weights.layers[0].o), DynamicInt8Linear)
+
+
+def test_the_number_of_threads_changes_no_bits(
+    model_path: Path, runner: CpuRunner, book: LogitsBook, together: list[list[int]]
+) -> None:
+    two = make_runner(model_path, runner.info.quantization, num_threads=2)
+    try:
+        assert generate(two, PROMPTS, NEW_TOKENS, SAMPLING) == together
+    finally:
+        torch.set_num_threads(1)
+    assert book.compared == len(PROMPTS) * NEW_TOKENS
+    assert book.different == []
 
 
 def test_alone_and_in_a_batch_the_logits_have_the_same_bits(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.build import build_runner
 from engine.config import EngineConfig
-from engine.cpu.linear import Int4Linear, Int8Linear, make_linear
+from engine.cpu.linear import Int4Linear, Int8Linear, LinearFactory, Scheme
 from engine.loader import LoadProgress, load_model, read_spec
 from engine.model.errors import (
     CheckpointError,
@@ -106,7 +106,7 @@ def test_packed_4bit_products_differ_by_bfloat16_rounding_only(qtype: str, tmp_p
     loaded = load_model(tmp_path / "m.gguf", torch.float32, keep_quantized=True)
     matrix = loaded.weights.layers[0].down
     assert isinstance(matrix, QuantizedMatrix)
-    packed = make_linear(matrix)
+    packed = LinearFactory(Scheme.PACKED)(matrix)
     assert isinstance(packed, Int4Linear)
     assert_close_product(packed, matrix)
 
@@ -116,7 +116,7 @@ def test_packed_8bit_products_differ_by_rounding_only(tmp_path: Path) -> None:
     loaded = load_model(tmp_path / "m.gguf", torch.float32, keep_quantized=True)
     matrix = loaded.weights.layers[0].down
     assert isinstance(matrix, QuantizedMatrix)
-    packed = make_linear(matrix)
+    packed = LinearFactory(Scheme.PACKED)(matrix)
     assert isinstance(packed, Int8Linear)
     assert_close_product(packed, matrix)
 
