@@ -13,6 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.decode_fold import fold
 from kernels.decode_plan import DecodePlan
 
+MANY_ROWS = 48
+"""From here on most rows are one work item."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
@@ -40,6 +43,23 @@ def new_decode_workspace(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ReduceShape:
+    """How the second kernel is cut: heads per program, items in flight, warps."""
+
+    heads: int
+    unroll: int
+    num_warps: int
+
+
+def reduce_shape(num_rows: int, num_q_heads: int) -> ReduceShape:
+    """Few rows have many items: a program for each head. Of many rows most have one item and
+    nothing to fold: few programs, since starting thousands takes longer than they run."""
+    if num_rows < MANY_ROWS or num_q_heads < 8:
+        return ReduceShape(1, 8, 1)
+    return ReduceShape(8, 2, 4)
+
+
 @triton.jit
 def reduce_kernel(
     out_ptr,
@@ -48,15 +68,16 @@ def reduce_kernel(
     max_sum_ptr,
     out_stride,
     NUM_Q: tl.constexpr,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Fold the partial results of one head of one row as `fold_tiles` would have folded its
+    """Fold the partial results of some heads of one row as `fold_tiles` would have folded its
     tiles."""
     entry = tl.program_id(0)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     if PDL:
         gdc_launch_dependents()
     # As old as the work list: read before the wait (see paged_decode).
@@ -69,10 +90,11 @@ def reduce_kernel(
         gdc_wait()
     if count > 1:
         dims = tl.arange(0, BLOCK_D)
-        dim_mask = (dims < D)[None, :]
-        m = tl.full([1], float("-inf"), tl.float32)
-        l = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, BLOCK_D], tl.float32)
+        head_mask = heads < NUM_Q
+        mask = head_mask[:, None] & (dims < D)[None, :]
+        m = tl.full([HEADS], float("-inf"), tl.float32)
+        l = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
         m_group, l_group, acc_group = m, l, acc
         # Unrolled, so that the loads are in flight together. A missing item counts as empty, which
         # the folds leave out exactly.
@@ -80,11 +102,12 @@ def reduce_kernel(
             for offset in tl.static_range(UNROLL):
                 item = first + offset
                 is_there = item < count
-                at = ((first_slot + item) * NUM_Q + head) + tl.zeros([1], tl.int64)
-                m_item = tl.load(max_sum_ptr + at * 2, mask=is_there, other=float("-inf"))
-                l_item = tl.load(max_sum_ptr + at * 2 + 1, mask=is_there, other=0.0)
+                at = (first_slot + item) * NUM_Q + heads
+                here = head_mask & is_there
+                m_item = tl.load(max_sum_ptr + at * 2, mask=here, other=float("-inf"))
+                l_item = tl.load(max_sum_ptr + at * 2 + 1, mask=here, other=0.0)
                 acc_item = tl.load(
-                    acc_ptr + at[:, None] * D + dims[None, :], mask=dim_mask & is_there, other=0.0
+                    acc_ptr + at[:, None] * D + dims[None, :], mask=mask & is_there, other=0.0
                 )
                 m_group, l_group, acc_group = fold(
                     m_group, l_group, acc_group, m_item, l_item, acc_item
@@ -97,6 +120,6 @@ def reduce_kernel(
                 m_group = tl.where(is_end, float("-inf"), m_group)
                 l_group = tl.where(is_end, 0.0, l_group)
                 acc_group = tl.where(is_end, 0.0, acc_group)
-        out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
-        out_at = out_ptr + entry.to(tl.int64) * out_stride + head * D + dims
-        tl.store(out_at[None, :], out, mask=dim_mask)
+        out = (acc / tl.where(head_mask, l, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+        out_at = out_ptr + entry.to(tl.int64) * out_stride + heads[:, None] * D + dims[None, :]
+        tl.store(out_at, out, mask=mask)

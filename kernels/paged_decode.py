@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.decode_fold import fold_tiles
-from kernels.decode_partials import DecodeWorkspace, reduce_kernel
+from kernels.decode_partials import DecodeWorkspace, reduce_kernel, reduce_shape
 from kernels.decode_plan import DecodePlan, group_tiles
 from kernels.pdl import pdl_options, prefetch_l2
 from kernels.tiles import DecodeTile, decode_tile
@@ -229,17 +229,19 @@ def paged_decode(
         maxnreg=tile.max_registers or None,
         **options,
     )
-    reduce_kernel[(len(rows), num_q_heads)](
+    shape = reduce_shape(len(rows), num_q_heads)
+    reduce_kernel[(len(rows), triton.cdiv(num_q_heads, shape.heads))](
         out,
         plan.entries,
         workspace.acc,
         workspace.max_sum,
         out.stride(0),
         NUM_Q=num_q_heads,
+        HEADS=shape.heads,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        UNROLL=8,
-        num_warps=1,
+        UNROLL=shape.unroll,
+        num_warps=shape.num_warps,
         **options,
     )
 

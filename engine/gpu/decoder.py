@@ -92,11 +92,11 @@ class GpuDecoder:
                 norm_scratch=a.normed,
             )  # fmt: skip
             return
-        # Fixed tiles: every kernel of the step is ours and waits, so each may start early.
-        pdl = self.linears.deterministic
+        # Each of our kernels may start early, since each waits. A cuBLAS kernel among them starts
+        # and ends as usual: what follows it starts when it has ended.
         for index, layer in enumerate(self._weights.layers):
-            self._plain_layer(index, layer, a, work, None, pdl=pdl)
-        self._plain_head(a.normed, a.projected, a.hidden, logits, pdl=pdl)
+            self._plain_layer(index, layer, a, work, None, pdl=True)
+        self._plain_head(a.normed, a.projected, a.hidden, logits, pdl=True)
 
     def packed(
         self,

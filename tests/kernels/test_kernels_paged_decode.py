@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels import decode_partials
 from kernels.decode_partials import new_decode_workspace
 from kernels.decode_plan import new_decode_plan, plan_decode
 from kernels.paged_decode import paged_decode, paged_decode_ref
@@ -101,6 +102,23 @@ def test_a_row_has_the_same_bits_at_every_granularity(window) -> None:
     assert torch.equal(by_tile, by_group)
     assert torch.equal(by_tile, by_row)
     assert torch.equal(by_tile[:1], alone)
+
+
+def test_a_row_has_the_same_bits_among_many_rows(monkeypatch) -> None:
+    """Many rows: several heads of a row are folded by one program, the last one has fewer."""
+    dtype = DTYPES[-1]
+    lengths = [270, 16, 0, 100]
+    caches = make_cache(4, 272, 16, 2, 16, dtype)
+    q = randn(4, 10, 16, dtype=dtype, seed=5)
+    rows, seq_lens = ints([0, 1, 2, 3]), ints(lengths)
+    few = decode(q, *caches, rows, seq_lens, num_programs=64)
+    monkeypatch.setattr(decode_partials, "MANY_ROWS", 4)
+    many = decode(q, *caches, rows, seq_lens, num_programs=64)
+    expected = paged_decode_ref(q, *caches, rows, seq_lens, 0.25, dtype=torch.float64)
+    live = [i for i, n in enumerate(lengths) if n]
+    assert relative_error(many[live], expected[live]) < TOLERANCE[dtype]
+    assert torch.equal(many[live], few[live])
+    assert many[2].isnan().all(), "padding was written"
 
 
 def plan_of(lengths, num_programs, slots=4096, window=0, tile=TILE, num_kv_heads=2, **options):
