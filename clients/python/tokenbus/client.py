@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine
+from functools import partial
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
@@ -14,7 +15,6 @@ from tokenbus.errors import InvalidField
 from tokenbus.events import JobStatus
 from tokenbus.fields import read_int, read_job_id
 from tokenbus.parse import JOB_FIELDS, MISSPELT, SAMPLING_FIELDS, UNSUPPORTED, parse_submit
-from tokenbus.redis_door import RedisDoor
 from tokenbus.request import MAX_SEED, JobRequest, Priority
 from tokenbus.stream import Job, JobStream
 from tokenbus.zmq_door import DEFAULT_CREDIT, ZmqDoor
@@ -93,13 +93,18 @@ class AsyncClient:
     ) -> None:
         if zmq is not None and redis is not None:
             raise InvalidField("zmq and redis: give one of them", field="redis")
-        self._redis_url = redis
-        self._endpoint = zmq or DEFAULT_ZMQ
-        self._queue = queue
-        self._tenant = tenant
-        self._timeouts = timeouts or Timeouts()
-        self._curve = curve
-        self._credit = credit
+        timeouts = timeouts or Timeouts()
+        self._make_door: Callable[[], Door]
+        if redis is not None:
+            # redis-py takes longer to import than all the rest; ZeroMQ clients do without.
+            from tokenbus.redis_door import RedisDoor
+
+            self._make_door = partial(RedisDoor, redis, queue, timeouts, tenant=tenant)
+        else:
+            endpoint = zmq or DEFAULT_ZMQ
+            self._make_door = partial(
+                ZmqDoor, endpoint, timeouts, tenant=tenant, credit=credit, curve=curve
+            )
         self._door: Door | None = None
         self._is_closed = False
 
@@ -184,16 +189,5 @@ class AsyncClient:
         if self._is_closed:
             raise InvalidField("the client is closed", field="client")
         if self._door is None:
-            if self._redis_url is not None:
-                self._door = RedisDoor(
-                    self._redis_url, self._queue, self._timeouts, tenant=self._tenant
-                )
-            else:
-                self._door = ZmqDoor(
-                    self._endpoint,
-                    self._timeouts,
-                    tenant=self._tenant,
-                    credit=self._credit,
-                    curve=self._curve,
-                )
+            self._door = self._make_door()
         return self._door
