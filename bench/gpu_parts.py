@@ -3,7 +3,6 @@ instead."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,14 +59,17 @@ def engine_command(s: Setting, shape: str, *extras: str) -> list[str]:
     return ["bench.gpu_engine", shape, *out, *extras]
 
 
-def test_command(s: Setting) -> list[str]:
-    """Kernel tests on the device."""
-    files = sorted(str(path) for path in Path("tests/kernels").glob("test_*.py"))
+def test_commands(s: Setting) -> list[list[str]]:
+    """Kernel tests on the device, a process for each file. Native compilation is a part itself."""
+    files = sorted(Path("tests/kernels").glob("test_*.py"))
     if s.is_dry:
-        files = ["tests/kernels/test_kernels_rng.py"]
-    workers = ["-n", "14"] if importlib.util.find_spec("xdist") and not s.is_dry else []
+        files = [
+            Path("tests/kernels/test_kernels_rng.py"),
+            Path("tests/kernels/test_gpu_runner.py"),
+        ]
     plain = ["-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
-    return ["pytest", *plain, *workers, *files]
+    plain += ["-W", "ignore"]
+    return [["pytest", *plain, str(f)] for f in files if f.stem != "test_native_compile"]
 
 
 def compile_commands(s: Setting) -> list[list[str]]:
@@ -137,7 +139,7 @@ def all_parts(s: Setting) -> list[Part]:
     deterministic = ["--deterministic"] if not s.is_dry else []
     return [
         Part("compile", 120, compile_commands(s), at_once=True, interprets=False),
-        Part("tests", 170, [test_command(s)]),
+        Part("tests", 170, test_commands(s), at_once=True),
         *sweep_parts(s),
         Part(
             "kernels",

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,8 @@ from bench.gpu_parts import Part, Setting, all_parts
 from bench.report import BATCHES, ResultFile
 
 KILL_AFTER_S = 5.0
-TAIL_LINES = 14
+TAIL_LINES = 24
+_VERDICT = re.compile(r"^(FAILED|ERROR|E  )| passed| failed|Error|\"do_not_fit\"|other bits")
 
 
 class Session:
@@ -89,6 +91,8 @@ class Session:
         with (self._setting.out / "session.log").open("rb") as log:
             log.seek(begin)
             lines = log.read().decode(errors="replace").splitlines()
+        if len(commands) > 1:  # their lines are mixed: show those that say how it went
+            lines = [line for line in lines if _VERDICT.search(line)]
         print("\n".join(line[:200] for line in lines[-TAIL_LINES:]), flush=True)
         return codes
 
