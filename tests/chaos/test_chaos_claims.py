@@ -46,7 +46,7 @@ async def test_a_death_at_any_point_of_a_take_over_ends_no_take_overs(bus: Bus) 
     await until(lambda: all(bus.text(job) for job in jobs))
     await first.kill()
     num_caught = 0
-    for i in range(50):
+    for i in range(30):
         await asyncio.sleep(0.15)  # a lease
         worker = await bus.worker(f"w{i}", **settings)
         await turns(rng.randint(0, 120))
@@ -55,7 +55,7 @@ async def test_a_death_at_any_point_of_a_take_over_ends_no_take_overs(bus: Bus) 
         await turns(rng.randint(0, 60))
         num_caught += 0 < worker.door.num_jobs < len(jobs) or len(worker.ledger.runs) < len(jobs)
         await worker.kill()
-    assert num_caught > 5, "the deaths came before or after the take-overs"
+    assert num_caught > 3, "the deaths came before or after the take-overs"
     last = await bus.worker("last", **settings)
     last.ledger.is_automatic = True
     (another,) = [bus.submit(max_tokens=5)]

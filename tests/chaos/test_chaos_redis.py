@@ -8,20 +8,28 @@ import asyncio
 import resource
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 
 import pytest
+import pytest_asyncio
 
 from tests.chaos.kit.site import LEASE_S, Ask, ChaosSite, Listener, open_site, wait_for
 from tokenbus import AsyncClient
-from tokenbus.errors import UnknownJob
+from tokenbus.errors import TokenbusError, UnknownJob
 
 STEP = ("--set", "fake.step_ms=10")
 NOTICE_S = 5.0  # until the worker says that it is not ready
 RETURN_S = 2.0  # until a job runs again after Redis is back
 BUSY_BOX_S = 1.0
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[ChaosSite]:
+    """Two workers, for all tests that leave them as they were."""
+    async with open_site(2, STEP) as site:
+        yield site
 
 
 async def ready_over_zmq(site: ChaosSite, worker: int = 0) -> bool:
@@ -52,25 +60,38 @@ async def runs_again(site: ChaosSite) -> None:
     await site.over([job], timeout_s=RETURN_S + BUSY_BOX_S)
 
 
-async def test_redis_killed_under_load_comes_back_with_its_file_and_nothing_is_lost() -> None:
-    async with open_site(2, STEP) as site:
-        jobs = site.submit(12, 400)
-        listener = Listener()
-        for i in range(4):
-            listener.generate(site.zmq(i % 2), Ask(f"beside {i}", 300))
-        await site.running(jobs)
-        await listener.running()
-        site.site.redis.kill()
-        await not_ready(site)
-        await asyncio.to_thread(site.site.redis.start)
-        await runs_again(site)
-        await listener.audit()
-        await site.audit()
+async def refused_in_words(site: ChaosSite) -> None:
+    """Over both doors a new job is told that it may be tried again, and by when."""
+    doors = ({"redis": site.site.redis.url}, {"zmq": site.workers[0].endpoint})
+    for door in doors:
+        async with AsyncClient(**door, queue=site.keys.queue) as client:
+            with pytest.raises(TokenbusError) as refused:
+                await client.submit("no room", max_tokens=5, durable="zmq" in door)
+        error = refused.value
+        assert error.code == ("busy" if "zmq" in door else "unavailable"), error
+        assert (error.retry, error.retry_ms) == (True, 1_000)
+
+
+async def test_redis_killed_under_load_comes_back_with_its_file_and_nothing_is_lost(
+    pair: ChaosSite,
+) -> None:
+    jobs = pair.submit(12, 400)
+    listener = Listener()
+    for i in range(4):
+        listener.generate(pair.zmq(i % 2), Ask(f"beside {i}", 300))
+    await pair.running(jobs)
+    await listener.running()
+    pair.site.redis.kill()
+    await not_ready(pair)
+    await asyncio.to_thread(pair.site.redis.start)
+    await runs_again(pair)
+    await listener.audit()
+    await pair.audit()
 
 
 async def test_redis_standing_still_for_three_leases_moves_no_job() -> None:
     """All idle times have grown meanwhile: leases are renewed first, and nobody takes over."""
-    async with open_site(2, ("--set", "fake.step_ms=40")) as site:
+    async with open_site(2, ("--set", "fake.step_ms=30")) as site:
         jobs = site.submit(20, 300)
         await site.running(jobs)
         site.site.redis.send(signal.SIGSTOP)
@@ -98,24 +119,20 @@ async def test_redis_emptied_while_idle_and_while_busy_goes_on_within_two_second
 
 
 async def test_a_worker_cut_off_from_redis_stops_publishing_and_the_other_goes_on() -> None:
-    async with open_site(2, STEP) as site:
-        jobs = site.submit(16, 500)
-        await site.running(jobs)
-        lonely, other = site.workers
-        mine = [job for job in jobs if site.owners([job]) == {lonely.name}]
-        assert mine, "the jobs went to both workers"
+    async with open_site(1, STEP) as site:
+        mine = site.submit(16, 600)
+        await site.running(mine)
+        (lonely,), other = site.workers[:], await site.join()
+        assert site.owners(mine) == {lonely.name}
         lonely.proxy.swallow(lonely.proxy.up)
-        cut_s = time.monotonic()
         await wait_for(
             lambda: all(site.is_over(job) or site.owners([job]) == {other.name} for job in mine),
             LEASE_S + 5.0 + BUSY_BOX_S,
             "the other worker took the jobs over",
         )
-        took_s = time.monotonic() - cut_s
         await not_ready(site, [0])
         lonely.proxy.heal()
         await site.audit()
-        assert took_s < LEASE_S + 5.0 + BUSY_BOX_S
         assert max(site.attempts(job) for job in mine) == 2
 
 
@@ -132,14 +149,13 @@ async def test_a_proxy_that_accepts_and_says_nothing_is_no_redis() -> None:
         await site.audit()
 
 
-async def test_connections_cut_again_and_again_under_load_disturb_nothing() -> None:
-    async with open_site(2, STEP) as site:
-        jobs = site.submit(16, 400)
-        await site.running(jobs)
-        for i in range(12):
-            site.workers[i % 2].proxy.cut()
-            await asyncio.sleep(0.25)
-        await site.audit()
+async def test_connections_cut_again_and_again_under_load_disturb_nothing(pair: ChaosSite) -> None:
+    jobs = pair.submit(16, 400)
+    await pair.running(jobs)
+    for i in range(12):
+        pair.workers[i % 2].proxy.cut()
+        await asyncio.sleep(0.25)
+    await pair.audit()
 
 
 async def test_a_disk_full_under_the_append_only_file_is_as_redis_gone_until_there_is_room() -> (
@@ -152,6 +168,7 @@ async def test_a_disk_full_under_the_append_only_file_is_as_redis_gone_until_the
         size = max(path.stat().st_size for path in site.site.directory.rglob("*.aof"))
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         await not_ready(site)
+        await refused_in_words(site)
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
         await wait_for(
@@ -163,20 +180,22 @@ async def test_a_disk_full_under_the_append_only_file_is_as_redis_gone_until_the
         await site.audit()
 
 
-async def test_one_job_id_added_twice_at_once_a_hundred_times_runs_once_each() -> None:
-    async with open_site(2, ()) as site:
-        twin = site.site.redis.client()
-        for i in range(100):
-            ask = Ask(f"twin {i}", 5)
-            fields = {"job": f"twin-{i}", "prompt": ask.prompt, "max_tokens": 5}
-            await asyncio.gather(
-                asyncio.to_thread(site.client.xadd, site.keys.jobs(), fields),
-                asyncio.to_thread(twin.xadd, site.keys.jobs(), fields),
-            )
-            site.asked[f"twin-{i}"] = ask
-        twin.close()
-        await site.audit()
-        assert {site.attempts(job) for job in site.asked} == {1}
+async def test_one_job_id_added_twice_at_once_a_hundred_times_runs_once_each(
+    pair: ChaosSite,
+) -> None:
+    twin = pair.site.redis.client()
+    jobs = [f"twin-{i}" for i in range(100)]
+    for job in jobs:
+        ask = Ask(job, 5)
+        fields = {"job": job, "prompt": ask.prompt, "max_tokens": 5}
+        await asyncio.gather(
+            asyncio.to_thread(pair.client.xadd, pair.keys.jobs(), fields),
+            asyncio.to_thread(twin.xadd, pair.keys.jobs(), fields),
+        )
+        pair.asked[job] = ask
+    twin.close()
+    await pair.audit()
+    assert {pair.attempts(job) for job in jobs} == {1}
 
 
 async def test_cancel_from_another_process_reaches_a_job_wherever_it_is() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from ops.bench.chaos_framing import ZmtpFramer
 from ops.bench.chaos_load import PATIENT
@@ -33,13 +34,13 @@ from tokenbus.protocol import MessageType
 STEP = ("--set", "fake.step_ms=5")
 QUICK = ("--set", "gateway.heartbeat_ms=300", "--set", "gateway.gone_ms=1000")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site() -> AsyncIterator[ChaosSite]:
-    """One worker that steps each 5 ms."""
-    async with open_site(1, STEP) as site:
+    """One worker that steps each 5 ms, for all tests that break only connections."""
+    async with open_site(1, (*STEP, "--set", "gateway.heartbeat_ms=500")) as site:
         yield site
 
 
@@ -61,7 +62,7 @@ async def test_a_client_that_stops_reading_holds_up_nobody_and(site: ChaosSite, 
     with frame_proxy(site) as proxy:
         async with far(proxy) as client:
             for i in range(20):
-                slow.generate(client, Ask(f"slow {i}", 2000))
+                slow.generate(client, Ask(f"slow {i}", 800))
             await slow.running()
             proxy.stall(proxy.down)
             near = site.zmq()
@@ -83,22 +84,23 @@ async def test_a_client_that_stops_reading_holds_up_nobody_and(site: ChaosSite, 
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-async def test_a_half_open_connection_is_left_within_three_heartbeats(direction: str) -> None:
-    async with open_site(1, (*STEP, "--set", "gateway.heartbeat_ms=500")) as site:
-        listener = Listener()
-        with frame_proxy(site) as proxy:
-            async with far(proxy) as client:
-                for i in range(5):
-                    listener.generate(client, Ask(f"half {i}", 1500))
-                await listener.running()
-                accepted = proxy.accepted
-                proxy.swallow(getattr(proxy, direction))
-                await wait_for(
-                    lambda: proxy.accepted > accepted, 6.0, "the client tried another connection"
-                )
-                proxy.heal()
-                await listener.audit()
-        await site.audit()
+async def test_a_half_open_connection_is_left_within_three_heartbeats(
+    site: ChaosSite, direction: str
+) -> None:
+    listener = Listener()
+    with frame_proxy(site) as proxy:
+        async with far(proxy) as client:
+            for i in range(5):
+                listener.generate(client, Ask(f"half {i}", 800))
+            await listener.running()
+            accepted = proxy.accepted
+            proxy.swallow(getattr(proxy, direction))
+            await wait_for(
+                lambda: proxy.accepted > accepted, 6.0, "the client tried another connection"
+            )
+            proxy.heal()
+            await listener.audit()
+    await site.audit()
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -127,7 +129,7 @@ async def test_large_messages_back_to_back_arrive_as_they_were_sent() -> None:
         reply = (await client.collect(job))[job]
         assert reply.ids == ask.ids
         crc = reply.body["crc"]
-        for _ in range(60):
+        for _ in range(30):
             await client.send(MessageType.RESUME, job=job, after=0)
             reply = (await client.collect(job))[job]
             assert zlib.crc32(np.array(reply.ids, "<i4").tobytes()) == crc

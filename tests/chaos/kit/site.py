@@ -111,6 +111,12 @@ class ChaosSite:
         names = list(self.asked if jobs is None else jobs)
         await wait_for(lambda: all(map(self.is_over, names)), timeout_s, "all jobs are over")
 
+    async def join(self) -> Worker:
+        """One more worker; what was submitted before is in the hands of the others."""
+        worker = self.site.add_worker()
+        await worker.start()
+        return worker
+
     def zmq(self, worker: int = 0) -> AsyncClient:
         """A client of a worker; closed with the site."""
         client = AsyncClient(zmq=self.workers[worker].endpoint, timeouts=PATIENT)
@@ -175,13 +181,15 @@ async def open_site(
     arguments: for `serve`, such as `--set`, `fake.step_ms=5`.
     """
     before = set(os.listdir("/dev/shm"))
+    others = set(descendants(os.getpid()))  # of a site that several tests share
     async with Site(num_workers, (*start, *arguments)) as site:
         chaos = ChaosSite(site)
         try:
             yield chaos
             for worker in site.workers:
                 await worker.stop()
-            strays = [pid for pid in descendants(os.getpid()) if _is_worker(pid)]
+            left = set(descendants(os.getpid())) - others
+            strays = [pid for pid in left if _is_worker(pid)]
             assert not strays, f"processes left behind: {strays}"
         finally:
             await chaos.close()
