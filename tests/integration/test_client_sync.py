@@ -55,7 +55,7 @@ def test_generate_over_zeromq_streams_and_raises_like_the_async_client() -> None
             client.generate("p", job="b").text()
         with pytest.raises(InvalidField):
             client.generate("p", top_p=7)
-    thread.join()
+        thread.join()  # the worker settles with a client that is still there
 
 
 def test_closing_a_stream_cancels_its_job() -> None:
