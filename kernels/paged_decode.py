@@ -27,6 +27,55 @@ LOG2_E = math.log2(math.e)
 
 
 @triton.jit
+def _prefetch_tile(
+    k_ptr,
+    v_ptr,
+    table_at,
+    kv_offset,
+    tile,
+    seq_len,
+    is_live,
+    stride_block,
+    stride_token,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Ask for the keys and values of one tile; of no tile in particular where it is not live."""
+    positions = tile * TILE + tl.arange(0, TILE)
+    here = is_live & (positions < seq_len)
+    at = table_at + positions // BLOCK_SIZE
+    block_ids = tl.load(at, mask=here, other=0, cache_modifier=".cg").to(tl.int64)
+    offsets = block_ids * stride_block + (positions % BLOCK_SIZE) * stride_token + kv_offset
+    LINE: tl.constexpr = 128 // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    lines = tl.arange(0, max(BLOCK_D // LINE, 1)) * LINE
+    prefetch_l2(k_ptr + offsets[:, None] + lines[None, :])
+    prefetch_l2(v_ptr + offsets[:, None] + lines[None, :])
+
+
+@triton.jit
+def _load_item(items_ptr, work, is_live, NUM_KV: tl.constexpr):
+    """Batch entry, first tile, end tile and slot of an item of the work list, past the L1 cache,
+    which may hold the last step's list; zeros where it is not live."""
+    at = items_ptr + (work // NUM_KV) * 4
+    entry = tl.load(at, mask=is_live, other=0, cache_modifier=".cg")
+    begin = tl.load(at + 1, mask=is_live, other=0, cache_modifier=".cg")
+    end = tl.load(at + 2, mask=is_live, other=0, cache_modifier=".cg")
+    slot = tl.load(at + 3, mask=is_live, other=0, cache_modifier=".cg")
+    # Both ends of the item in one value: Triton 3.6 (tritongpu pipelining) takes a carried value
+    # that is the lower bound of the inner loop for a constant, and then works on the wrong tiles.
+    return entry, (begin.to(tl.int64) << 32) | end.to(tl.int64), slot
+
+
+@triton.jit
+def _load_row(seq_len_ptr, row_ptr, entry, is_live):
+    """Length and state row of a batch entry."""
+    seq_len = tl.load(seq_len_ptr + entry, mask=is_live, other=0, cache_modifier=".cg")
+    row = tl.load(row_ptr + entry, mask=is_live, other=0, cache_modifier=".cg")
+    return seq_len, row.to(tl.int64)
+
+
+@triton.jit
 def _paged_decode_kernel(
     out_ptr,
     q_ptr,
@@ -58,9 +107,11 @@ def _paged_decode_kernel(
     BEYOND: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    PREFETCH_NEXT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     NUM_Q: tl.constexpr = NUM_KV * GROUP_HEADS
+    AHEAD: tl.constexpr = 2 if PREFETCH_NEXT else 1  # items known before they are worked on
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     head_mask = lanes < GROUP_HEADS
@@ -68,47 +119,41 @@ def _paged_decode_kernel(
     if PDL:
         gdc_launch_dependents()
     # Work list, lengths and tables are older than the kernel before this one (see paged_decode), so
-    # they are read, and the first keys and values asked for, before the wait. Past the L1 cache,
-    # which may hold the last step's list.
+    # they are read, and the first keys and values asked for, before the wait.
+    first, step = tl.program_id(0), tl.num_programs(0)
     num_work = tl.load(counts_ptr, cache_modifier=".cg") * NUM_KV
-    is_live = tl.program_id(0) < num_work
-    item_at = items_ptr + (tl.program_id(0) // NUM_KV) * 4
-    entry = tl.load(item_at, mask=is_live, other=0, cache_modifier=".cg")
-    tile_begin = tl.load(item_at + 1, mask=is_live, other=0, cache_modifier=".cg")
-    tile_end = tl.load(item_at + 2, mask=is_live, other=0, cache_modifier=".cg")
-    slot = tl.load(item_at + 3, mask=is_live, other=0, cache_modifier=".cg")
-    seq_len = tl.load(seq_len_ptr + entry, mask=is_live, other=0, cache_modifier=".cg")
-    row = tl.load(row_ptr + entry, mask=is_live, other=0, cache_modifier=".cg").to(tl.int64)
+    is_live = first < num_work
+    entry, span, slot = _load_item(items_ptr, first, is_live, NUM_KV)
+    seq_len, row = _load_row(seq_len_ptr, row_ptr, entry, is_live)
+    if PREFETCH_NEXT:
+        is_live_1 = first + step < num_work
+        entry_1, span_1, slot_1 = _load_item(items_ptr, first + step, is_live_1, NUM_KV)
+        seq_len_1, row_1 = _load_row(seq_len_ptr, row_ptr, entry_1, is_live_1)
     if PDL:
-        positions = tile_begin * TILE + tl.arange(0, TILE)
-        here = is_live & (positions < seq_len)
-        table_at = block_table_ptr + row * table_stride + positions // BLOCK_SIZE
-        block_ids = tl.load(table_at, mask=here, other=0, cache_modifier=".cg").to(tl.int64)
-        offsets = block_ids * stride_block + (positions % BLOCK_SIZE) * stride_token
-        offsets += (tl.program_id(0) % NUM_KV) * D
-        LINE: tl.constexpr = 128 // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        lines = tl.arange(0, max(BLOCK_D // LINE, 1)) * LINE
-        prefetch_l2(k_ptr + offsets[:, None] + lines[None, :])
-        prefetch_l2(v_ptr + offsets[:, None] + lines[None, :])
+        _prefetch_tile(
+            k_ptr, v_ptr, block_table_ptr + row * table_stride, (first % NUM_KV) * D,
+            (span >> 32).to(tl.int32), seq_len, is_live, stride_block, stride_token,
+            BLOCK_SIZE, TILE, BLOCK_D,
+        )  # fmt: skip
         gdc_wait()
-    # Both ends of the item in one value: Triton 3.6 (tritongpu pipelining) takes a carried value
-    # that
-    # is the lower bound of the inner loop for a constant, and then works on the wrong tiles.
-    span = (tile_begin.to(tl.int64) << 32) | tile_end.to(tl.int64)
-    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+    for work in range(first, num_work, step):
         kv_head = work % NUM_KV
         begin = tl.where(window > 0, tl.maximum(seq_len - window, 0), 0)
         tiles = (seq_len + TILE - 1) // TILE - begin // TILE
         q_heads = kv_head * GROUP_HEADS + lanes
         row_offsets = q_heads[:, None] * D + dims[None, :]
         q = tl.load(q_ptr + entry.to(tl.int64) * q_stride + row_offsets, mask=q_mask, other=0.0)
-        # The next item's fields arrive while this one is worked on.
-        is_more = work + tl.num_programs(0) < num_work
-        next_at = items_ptr + ((work + tl.num_programs(0)) // NUM_KV) * 4
-        next_entry = tl.load(next_at, mask=is_more, other=0)
-        next_begin = tl.load(next_at + 1, mask=is_more, other=0)
-        next_end = tl.load(next_at + 2, mask=is_more, other=0)
-        next_slot = tl.load(next_at + 3, mask=is_more, other=0)
+        if PREFETCH_NEXT and PDL:
+            _prefetch_tile(
+                k_ptr, v_ptr, block_table_ptr + row_1 * table_stride, ((work + step) % NUM_KV) * D,
+                (span_1 >> 32).to(tl.int32), seq_len_1, work + step < num_work,
+                stride_block, stride_token, BLOCK_SIZE, TILE, BLOCK_D,
+            )  # fmt: skip
+        # A coming item's fields arrive while this one is worked on.
+        is_more = work + AHEAD * step < num_work
+        next_entry, next_span, next_slot = _load_item(
+            items_ptr, work + AHEAD * step, is_more, NUM_KV
+        )
         m, l, acc = fold_tiles(
             q,
             k_ptr,
@@ -132,8 +177,7 @@ def _paged_decode_kernel(
             STAGES,
             DOT_PRECISION,
         )
-        next_seq_len = tl.load(seq_len_ptr + next_entry, mask=is_more, other=0)
-        next_row = tl.load(row_ptr + next_entry, mask=is_more, other=0).to(tl.int64)
+        next_seq_len, next_row = _load_row(seq_len_ptr, row_ptr, next_entry, is_more)
         if slot >= 0:
             at = slot.to(tl.int64) * NUM_Q + q_heads
             tl.store(max_sum_ptr + at * 2, m, mask=head_mask)
@@ -142,9 +186,13 @@ def _paged_decode_kernel(
         else:
             out = (acc / tl.where(head_mask, l, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + entry.to(tl.int64) * out_stride + row_offsets, out, mask=q_mask)
-        entry, slot = next_entry, next_slot
-        span = (next_begin.to(tl.int64) << 32) | next_end.to(tl.int64)
-        seq_len, row = next_seq_len, next_row
+        if PREFETCH_NEXT:
+            entry, span, slot, seq_len, row = entry_1, span_1, slot_1, seq_len_1, row_1
+            entry_1, span_1, slot_1 = next_entry, next_span, next_slot
+            seq_len_1, row_1 = next_seq_len, next_row
+        else:
+            entry, span, slot = next_entry, next_span, next_slot
+            seq_len, row = next_seq_len, next_row
 
 
 def paged_decode(
@@ -225,6 +273,7 @@ def paged_decode(
         BEYOND=tile.groups.beyond,
         STAGES=tile.num_stages,
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PREFETCH_NEXT=tile.prefetches_next,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers or None,
         **options,

@@ -30,7 +30,7 @@ class DecodeGroups:
 class DecodeTile:
     """Decode attention: tokens per tile (part of the numerics), warps, pipeline stages, programs
     per processor, registers per thread (0: as the compiler likes), groups of the fold (part of the
-    numerics)."""
+    numerics), whether the first tile of the next item is asked for while one is worked on."""
 
     tile_tokens: int
     num_warps: int
@@ -38,6 +38,7 @@ class DecodeTile:
     programs_per_sm: int
     max_registers: int = 0
     groups: DecodeGroups = DecodeGroups()
+    prefetches_next: bool = False
 
 
 FEW_DECODE_ROWS = range(3, 17)

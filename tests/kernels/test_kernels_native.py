@@ -3,6 +3,8 @@ instructions."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,8 +23,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_NATIVE, reason="needs a
 BF16 = torch.bfloat16
 
 
-def decode_with_table_tile(q, caches, rows, seq_lens, num_programs):
+def decode_with_table_tile(q, caches, rows, seq_lens, num_programs, **changes):
+    """changes: of the table's tile; without any, the launcher chooses by the number of rows."""
     tile = decode_tile(q.shape[2], q.shape[1] // caches[0].shape[2], q.dtype)
+    tile = replace(tile, **changes)
+    given = tile if changes else None
     num_kv_heads = caches[0].shape[2]
     plan = new_decode_plan(len(rows), tile, num_programs, 4096, q.device)
     workspace = new_decode_workspace(plan, q.shape[1], num_kv_heads, q.shape[2])
@@ -32,7 +37,9 @@ def decode_with_table_tile(q, caches, rows, seq_lens, num_programs):
         plan_decode(plan, seq_lens, num_kv_heads)
         again.fill_(float("nan"))  # the launch that must lie between plan and attention
         scale = q.shape[2] ** -0.5
-        paged_decode(again, q, *caches, rows, seq_lens, plan, workspace, scale, pdl=True)
+        paged_decode(
+            again, q, *caches, rows, seq_lens, plan, workspace, scale, pdl=True, tile=given
+        )
         assert out.isnan().all() or torch.equal(out, again)
         out = again
     return out
@@ -53,6 +60,9 @@ def test_decode_bits_do_not_depend_on_the_batch(heads, kv_heads, head_dim) -> No
     assert relative_error(together, expected) < 6e-3
     for programs in (2, 132, 4096):
         assert torch.equal(decode_with_table_tile(q, caches, rows, seq_lens, programs), together)
+    for programs in (132, 264):
+        ahead = decode_with_table_tile(q, caches, rows, seq_lens, programs, prefetches_next=True)
+        assert torch.equal(ahead, together)
     for few in (1, 4):  # another layout of the work, the same bits
         part = decode_with_table_tile(q[:few].clone(), caches, rows[:few], seq_lens[:few], 528)
         assert torch.equal(part, together[:few])

@@ -3,6 +3,8 @@ batch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,22 +88,25 @@ def test_decode_matches_float64_on_ragged_lengths(
 def test_a_row_has_the_same_bits_at_every_granularity(window) -> None:
     """One tile per item, one group per item and a whole row per item do the same arithmetic.
 
-    The rows' groups have 2, 4 and 8 tiles: 10, 61 and 70 tiles of 16 tokens.
+    The rows' groups have 8, 4 and 2 tiles: 66, 18 and 6 tiles of 16 tokens.
     """
     dtype = DTYPES[-1]
-    caches = make_cache(3, 1120, 16, 2, 64, dtype)
-    q = randn(3, 4, 64, dtype=dtype, seed=5)
-    rows, seq_lens = ints([0, 1, 2]), ints([1117, 970, 150])
+    caches = make_cache(3, 1056, 16, 1, 16, dtype)
+    q = randn(3, 2, 16, dtype=dtype, seed=5)
+    rows, seq_lens = ints([0, 1, 2]), ints([1045, 281, 90])
     args = (*caches, rows, seq_lens)
     by_tile = decode(q, *args, num_programs=1024, window=window)
-    by_group = decode(q, *args, num_programs=8 if window else 50, window=window)
+    by_group = decode(q, *args, num_programs=4 if window else 12, window=window)
     by_row = decode(q, *args, num_programs=1, slots=1, window=window)
     alone = decode(q[:1].clone(), *caches, rows[:1], seq_lens[:1], num_programs=512, window=window)
-    expected = paged_decode_ref(q, *args, 0.125, window, dtype=torch.float64)
+    tile = replace(TILE, prefetches_next=True)  # items are known two ahead
+    ahead = decode(q, *args, num_programs=7, window=window, tile=tile)
+    expected = paged_decode_ref(q, *args, 0.25, window, dtype=torch.float64)
     assert relative_error(by_tile, expected) < TOLERANCE[dtype]
     assert torch.equal(by_tile, by_group)
     assert torch.equal(by_tile, by_row)
     assert torch.equal(by_tile[:1], alone)
+    assert torch.equal(by_tile, ahead)
 
 
 def test_a_row_has_the_same_bits_among_many_rows(monkeypatch) -> None:
