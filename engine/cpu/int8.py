@@ -104,12 +104,15 @@ class DynamicInt8Linear:
             weight[part, :num_columns] = (dense / scale[part, None]).round_().to(torch.int8)
         self._packed = _pack(weight, scale / _LEVELS)
         self._quantizer = quantizer
+        self._block = block_of(num_columns)
+        self._turn = hadamard(self._block)
         self._bias = None if bias is None else bias.float()
         self.num_bytes = weight.numel() + scale.numel() * scale.element_size()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [T, K] -> float32 [T, N]."""
-        whole, largest = self._quantizer(rotate(x))
+        rotated = torch.mm(x.view(-1, self._block), self._turn).view(x.shape)
+        whole, largest = self._quantizer(rotated)
         y = _product(whole, self._packed).mul_(largest)
         return y if self._bias is None else y.add_(self._bias)
 
