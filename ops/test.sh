@@ -10,4 +10,4 @@ cd "$root"
 
 # Two test processes on two cores: one thread of torch in each, or their threads wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -n 2 --no-loadscope-reorder "$@"

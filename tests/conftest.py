@@ -6,8 +6,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # Triton reads this when a kernel is decorated: it must be set before the first import of kernels.
 if shutil.which("nvidia-smi") is None and not os.path.exists("/dev/nvidia0"):
@@ -24,15 +30,9 @@ LONG_FIRST = (
 """What takes long is begun first, so that at the end many short tests fill both processes."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order by `LONG_FIRST`. Tests of one file that share a fixture (a build, a model, a worker)
-    stay together in one process (`--dist loadgroup`); others go wherever there is room.
-    """
+    """Order by `LONG_FIRST`."""
     items.sort(key=_rank)
-    for item in items:
-        if _shares_fixtures(item):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def _rank(item: pytest.Item) -> int:
@@ -40,12 +40,21 @@ def _rank(item: pytest.Item) -> int:
     return next(ranks, len(LONG_FIRST))
 
 
-def _shares_fixtures(item: pytest.Item) -> bool:
-    """Whether it takes a fixture of its file's that is made once for all of them."""
-    info = getattr(item, "_fixtureinfo", None)
-    definitions = info.name2fixturedefs.values() if info is not None else ()
-    return any(
-        fixture.scope == "module" and fixture.baseid.startswith("tests")
-        for fixtures in definitions
-        for fixture in fixtures
-    )
+class Spread(LoadScopeScheduling):  # type: ignore[misc]
+    """Tests of a file that makes something once for all of them (a build, a model, a worker) stay
+    together in one process; others go wherever there is room, each for itself.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return path if _is_shared(path) else nodeid
+
+
+@cache
+def _is_shared(path: str) -> bool:
+    return 'scope="module"' in (ROOT / path).read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spread:
+    """How tests are given to processes, whatever `--dist` says."""
+    return Spread(config, log)
