@@ -85,17 +85,8 @@ def main() -> int:
     parser.add_argument("--name", default="", help="what result lines call the model")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as data_dir:
-        command = [
-            sys.executable,
-            "-c",
-            "from ops.cli import main; main()",
-            "serve",
-            "--model",
-            args.model,
-            "--device",
-            args.device,
-            "--json",
-        ]
+        command = [sys.executable, "-c", "from ops.cli import main; main()", "serve", "--json"]
+        command += ["--model", args.model, "--device", args.device]
         command += ["--redis", "none", "--zmq", "tcp://127.0.0.1:0", "--data-dir", data_dir]
         command += ["--set", "engine.max_model_len=4096"]
         worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -18,61 +18,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.decode_fold import fold_tiles
+from kernels.decode_items import load_item, load_row, prefetch_tile
 from kernels.decode_partials import DecodeWorkspace, reduce_kernel, reduce_shape
 from kernels.decode_plan import DecodePlan, group_tiles
-from kernels.pdl import pdl_options, prefetch_l2
+from kernels.pdl import pdl_options
 from kernels.tiles import DecodeTile, decode_tile
 
 LOG2_E = math.log2(math.e)
-
-
-@triton.jit
-def _prefetch_tile(
-    k_ptr,
-    v_ptr,
-    table_at,
-    kv_offset,
-    tile,
-    seq_len,
-    is_live,
-    stride_block,
-    stride_token,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Ask for the keys and values of one tile; of no tile in particular where it is not live."""
-    positions = tile * TILE + tl.arange(0, TILE)
-    here = is_live & (positions < seq_len)
-    at = table_at + positions // BLOCK_SIZE
-    block_ids = tl.load(at, mask=here, other=0, cache_modifier=".cg").to(tl.int64)
-    offsets = block_ids * stride_block + (positions % BLOCK_SIZE) * stride_token + kv_offset
-    LINE: tl.constexpr = 128 // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    lines = tl.arange(0, max(BLOCK_D // LINE, 1)) * LINE
-    prefetch_l2(k_ptr + offsets[:, None] + lines[None, :])
-    prefetch_l2(v_ptr + offsets[:, None] + lines[None, :])
-
-
-@triton.jit
-def _load_item(items_ptr, work, is_live, NUM_KV: tl.constexpr):
-    """Batch entry, first tile, end tile and slot of an item of the work list, past the L1 cache,
-    which may hold the last step's list; zeros where it is not live."""
-    at = items_ptr + (work // NUM_KV) * 4
-    entry = tl.load(at, mask=is_live, other=0, cache_modifier=".cg")
-    begin = tl.load(at + 1, mask=is_live, other=0, cache_modifier=".cg")
-    end = tl.load(at + 2, mask=is_live, other=0, cache_modifier=".cg")
-    slot = tl.load(at + 3, mask=is_live, other=0, cache_modifier=".cg")
-    # Both ends of the item in one value: Triton 3.6 (tritongpu pipelining) takes a carried value
-    # that is the lower bound of the inner loop for a constant, and then works on the wrong tiles.
-    return entry, (begin.to(tl.int64) << 32) | end.to(tl.int64), slot
-
-
-@triton.jit
-def _load_row(seq_len_ptr, row_ptr, entry, is_live):
-    """Length and state row of a batch entry."""
-    seq_len = tl.load(seq_len_ptr + entry, mask=is_live, other=0, cache_modifier=".cg")
-    row = tl.load(row_ptr + entry, mask=is_live, other=0, cache_modifier=".cg")
-    return seq_len, row.to(tl.int64)
 
 
 @triton.jit
@@ -123,14 +75,14 @@ def _paged_decode_kernel(
     first, step = tl.program_id(0), tl.num_programs(0)
     num_work = tl.load(counts_ptr, cache_modifier=".cg") * NUM_KV
     is_live = first < num_work
-    entry, span, slot = _load_item(items_ptr, first, is_live, NUM_KV)
-    seq_len, row = _load_row(seq_len_ptr, row_ptr, entry, is_live)
+    entry, span, slot = load_item(items_ptr, first, is_live, NUM_KV)
+    seq_len, row = load_row(seq_len_ptr, row_ptr, entry, is_live)
     if PREFETCH_NEXT:
         is_live_1 = first + step < num_work
-        entry_1, span_1, slot_1 = _load_item(items_ptr, first + step, is_live_1, NUM_KV)
-        seq_len_1, row_1 = _load_row(seq_len_ptr, row_ptr, entry_1, is_live_1)
+        entry_1, span_1, slot_1 = load_item(items_ptr, first + step, is_live_1, NUM_KV)
+        seq_len_1, row_1 = load_row(seq_len_ptr, row_ptr, entry_1, is_live_1)
     if PDL:
-        _prefetch_tile(
+        prefetch_tile(
             k_ptr, v_ptr, block_table_ptr + row * table_stride, (first % NUM_KV) * D,
             (span >> 32).to(tl.int32), seq_len, is_live, stride_block, stride_token,
             BLOCK_SIZE, TILE, BLOCK_D,
@@ -144,14 +96,14 @@ def _paged_decode_kernel(
         row_offsets = q_heads[:, None] * D + dims[None, :]
         q = tl.load(q_ptr + entry.to(tl.int64) * q_stride + row_offsets, mask=q_mask, other=0.0)
         if PREFETCH_NEXT and PDL:
-            _prefetch_tile(
+            prefetch_tile(
                 k_ptr, v_ptr, block_table_ptr + row_1 * table_stride, ((work + step) % NUM_KV) * D,
                 (span_1 >> 32).to(tl.int32), seq_len_1, work + step < num_work,
                 stride_block, stride_token, BLOCK_SIZE, TILE, BLOCK_D,
             )  # fmt: skip
         # A coming item's fields arrive while this one is worked on.
         is_more = work + AHEAD * step < num_work
-        next_entry, next_span, next_slot = _load_item(
+        next_entry, next_span, next_slot = load_item(
             items_ptr, work + AHEAD * step, is_more, NUM_KV
         )
         m, l, acc = fold_tiles(
@@ -177,7 +129,7 @@ def _paged_decode_kernel(
             STAGES,
             DOT_PRECISION,
         )
-        next_seq_len, next_row = _load_row(seq_len_ptr, row_ptr, next_entry, is_more)
+        next_seq_len, next_row = load_row(seq_len_ptr, row_ptr, next_entry, is_more)
         if slot >= 0:
             at = slot.to(tl.int64) * NUM_Q + q_heads
             tl.store(max_sum_ptr + at * 2, m, mask=head_mask)
