@@ -52,7 +52,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_cache: bool = True
     deterministic: bool = False
-    num_threads: int = 0  # CPU threads; 0: all cores
+    num_threads: int = 0  # CPU threads, at most; 0: all cores
     fake: FakeModel | None = None
 
     def to_json(self) -> str:

@@ -94,8 +94,10 @@ class EngineSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="type of weights and activations"
     )
-    quantization: Literal["auto", "none"] = Field(
-        default="auto", description="auto keeps quantized weights packed; none expands them"
+    quantization: Literal["auto", "packed", "none"] = Field(
+        default="auto",
+        description="of quantized weights on the CPU: auto multiplies 8-bit numbers where the CPU can,"
+        " packed is nearer to the file's numbers and slower, none expands them to float32",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="dummy: random weights of the true shapes, for measuring"
@@ -110,7 +112,7 @@ class EngineSettings(Section):
     )
     enable_prefix_cache: bool = Field(default=True, description="reuse KV blocks of equal prefixes")
     deterministic: bool = Field(default=False, description="bit-equal logits whatever the batch")
-    num_threads: int = Field(default=0, ge=0, description="CPU threads; 0: all cores")
+    num_threads: int = Field(default=0, ge=0, description="CPU threads, at most; 0: all cores")
 
 
 class FakeSettings(Section):
