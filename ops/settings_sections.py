@@ -96,7 +96,7 @@ class EngineSettings(Section):
     )
     quantization: Literal["auto", "packed", "none"] = Field(
         default="auto",
-        description="of quantized weights on the CPU: auto multiplies 8-bit numbers where the CPU can,"
+        description="of quantized weights on the CPU: auto multiplies 8-bit numbers if the CPU can,"
         " packed is nearer to the file's numbers and slower, none expands them to float32",
     )
     load_format: Literal["auto", "dummy"] = Field(
