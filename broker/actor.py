@@ -211,9 +211,10 @@ class Actor:
         mailbox, handle = self._mailbox, self.handle
         message: object = None
         try:
-            end_s = time.monotonic() + BURST_S
-            for count in range(min(len(mailbox), BURST_MESSAGES)):
-                if not count & 7 and time.monotonic() > end_s:
+            num_messages = min(len(mailbox), BURST_MESSAGES)
+            end_s = time.monotonic() + BURST_S if num_messages > 8 else 0.0
+            for count in range(num_messages):
+                if count and not count & 7 and time.monotonic() > end_s:
                     break
                 message = mailbox.popleft()
                 handle(message)

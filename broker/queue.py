@@ -157,6 +157,11 @@ class FairQueue:
         """
         if self._returned:
             ticket = self._returned.popitem(last=False)[1]
+        elif len(self._tickets) == 1:  # there is nobody to be fair to, and nothing to save up
+            (ticket,) = self._tickets.values()
+            if ticket.tenant == barred:
+                return None
+            self._levels[ticket.priority].remove(ticket)
         else:
             level = self._next_level(barred)
             if level is None:
