@@ -96,12 +96,11 @@ def default_tile(m: int, n: int, k: int, dtype: torch.dtype) -> FixedGemmTile:
     """The rule for 16-bit types: few rows are bound by bytes, many by whole waves of tiles."""
     splits = fixed_splits(n, k, dtype)
     if m <= 64:
-        block_n = 32 if n * splits <= 8192 else 64
+        # Every column tile reads all of x: wider ones where x is not small.
+        block_n = 32 if n * splits <= (8192 if m <= 16 else 4096) else 64
         return FixedGemmTile(64, block_n, 64, 4, 5, parallel=splits > 1)
-    if m <= 128:
-        return FixedGemmTile(128, 64 if n <= 8192 else 128, 64, 4, 4)
     # (rows, columns, warps, stages) -> operations a processor does per unit of time, to compare.
-    rates = {(128, 128, 8, 4): 0.86, (128, 64, 4, 4): 0.7}
+    rates = {(128, 128, 8, 4): 0.86, (128, 64, 4, 4): 0.7, (64, 64, 4, 5): 0.5}
     if splits == 1:  # a second sum of this size does not fit into registers
         rates[128, 256, 8, 3] = 1.0
 

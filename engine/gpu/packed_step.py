@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -72,14 +74,15 @@ class PackedSteps:
             sample_rows(kind, logits, rows_due, positions, self._tables, self._buffers)
         return num_sampled
 
-    def warm_up(self) -> None:
-        """Compile the kernels of such steps, by steps of padding: nothing is read or written for
-        them."""
+    def warm_ups(self) -> Iterator[None]:
+        """Compile the kernels of such steps piece by piece, each by a step of padding: nothing is
+        read or written for it."""
         max_rows = len(self._seq_lens)
         for kind in SampleKind:
             for num_decode in range(min(max_rows, 3)):
                 chunks = [16, 3][: max_rows - num_decode]
                 self.run(_padding_plan(num_decode, chunks), kind)
+                yield
 
     def _layers(
         self,

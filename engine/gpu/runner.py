@@ -7,6 +7,7 @@ step, and the copy of the sampled tokens to pinned memory. `collect` waits for t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +61,7 @@ class GpuRunner:
         self._out_bad = [_pinned(rows, torch.int8) for _ in range(NUM_SLOTS)]
         self._events = [_new_event() for _ in range(NUM_SLOTS)]
         self._next_slot = 0
-        self._is_warm = False
+        self._warm_ups = self._compile_ahead()
         self._flights: deque[_Flight] = deque()
 
     def launch(self, plan: StepPlan) -> None:
@@ -105,12 +106,15 @@ class GpuRunner:
         left."""
         if self._flights:
             return False
-        if not self._is_warm:
-            self._is_warm = True
-            self._packed.warm_up()
-            self._tables.warm_up()
+        for _ in self._warm_ups:
             return True
         return self._graphs.capture_one()
+
+    def _compile_ahead(self) -> Iterator[None]:
+        """Compile kernels that no graph has, a piece at a time: a request waits for one at most."""
+        yield from self._packed.warm_ups()
+        self._tables.warm_up()
+        yield
 
     def close(self) -> None:
         """Wait for the device; memory goes with the objects."""
