@@ -55,6 +55,7 @@ def _is_shared(path: str) -> bool:
     return 'scope="module"' in (ROOT / path).read_text()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spread:
     """How tests are given to processes, whatever `--dist` says."""
     return Spread(config, log)
