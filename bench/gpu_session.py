@@ -9,8 +9,7 @@ What found no time is named at the end, as the --parts of the next command.
 
 Order of work on a machine that is there for half an hour, most wanted first:
 
-1. `--parts compile,tests,sweep_fixed,sweep_decode,kernels,load,parity,qwen3-0.6b`. Kernel tests
-   come first: fixed GEMM tiles with descriptors, decode groups, the layout for few rows and float32
+1. `--parts compile,tests,sweep_fixed,sweep_decode,kernels,load,qwen3-0.6b`. Kernel tests come first: fixed GEMM tiles with descriptors, decode groups, the layout for few rows and float32
    prompt tiles are new since the last run on a GPU. If test_kernels_native fails on bits of decode
    attention between few and many rows, empty _FEW_ROWS_TILES in kernels/tiles.py and go on. New,
    too: our kernels start early beside cuBLAS's at more than 64 rows (GpuDecoder.decode); should a
@@ -18,7 +17,8 @@ Order of work on a machine that is there for half an hour, most wanted first:
 2. Copy OUT/fixed_gemm_tiles.json over kernels/fixed_gemm_tiles.json. From OUT/session.log take the
    best decode tile of 16x8.b8, b4 and b16 into _FEW_ROWS_TILES, and of b64 and b256 into
    _DECODE_TILES: both need the same tile length and groups, since these are part of the numerics.
-3. `--parts compile,qwen3-8b,deterministic,worker,smollm2-135m,rival`.
+3. `--parts compile,parity,worker,smollm2-135m,qwen3-8b,deterministic,rival`, with --model: parity
+   and worker need real weights (which may come in pieces: --model-pieces).
    Extra parts run only where named: sweep_gemm, sweep_prefill.
 4. Look at gpu_active_pct's kernels and at the trace, change one thing, and measure that shape again
    with `python -m bench.gpu_engine SHAPE`.
@@ -127,7 +127,8 @@ def add_deterministic_cost(results: ResultFile) -> None:
 
 def joined(model: Path | None, pieces: list[Path]) -> Path | None:
     """The model file, put together from pieces if it came in some."""
-    if pieces and model is not None and not model.exists():
+    has_all = bool(pieces) and all(piece.exists() for piece in pieces)
+    if has_all and model is not None and not model.exists():
         with model.open("wb") as whole:
             for piece in pieces:
                 whole.write(piece.read_bytes())
