@@ -9,11 +9,12 @@ What found no time is named at the end, as the --parts of the next command.
 
 Order of work on a machine that is there for half an hour, most wanted first:
 
-1. `--parts compile,tests,sweep_fixed,sweep_decode,kernels,load,qwen3-0.6b`. Kernel tests come first: fixed GEMM tiles with descriptors, decode groups, the layout for few rows and float32
-   prompt tiles are new since the last run on a GPU. If test_kernels_native fails on bits of decode
-   attention between few and many rows, empty _FEW_ROWS_TILES in kernels/tiles.py and go on. New,
-   too: our kernels start early beside cuBLAS's at more than 64 rows (GpuDecoder.decode); should a
-   capture fail there, give `pdl=self.linears.deterministic` instead of True.
+1. `--parts compile,tests,sweep_fixed,sweep_decode,kernels,load,qwen3-0.6b`. Tests come first: fixed
+   GEMM tiles with descriptors, decode groups, the layout for few rows and float32 prompt tiles are
+   new since the last run on a GPU. If test_kernels_native fails on bits of decode attention between
+   few and many rows, empty _FEW_ROWS_TILES in kernels/tiles.py and go on. New, too: our kernels
+   start early beside cuBLAS's at more than 64 rows (GpuDecoder.decode); should a capture fail
+   there, give `pdl=self.linears.deterministic` instead of True.
 2. Copy OUT/fixed_gemm_tiles.json over kernels/fixed_gemm_tiles.json. From OUT/session.log take the
    best decode tile of 16x8.b8, b4 and b16 into _FEW_ROWS_TILES, and of b64 and b256 into
    _DECODE_TILES: both need the same tile length and groups, since these are part of the numerics.
