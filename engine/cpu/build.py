@@ -13,7 +13,7 @@ from engine.cpu.int8 import has_int8_products
 from engine.cpu.kv_cache import KvCache
 from engine.cpu.linear import Scheme
 from engine.cpu.model import CpuModel
-from engine.cpu.pace import ThreadPacer
+from engine.cpu.pace import ThreadPacer, cores_are_free
 from engine.cpu.runner import CpuRunner
 from engine.cpu.step_inputs import TILE_TOKENS
 from engine.errors import ConfigError
@@ -71,7 +71,7 @@ def build_cpu_runner(config: EngineConfig, progress: ProgressCallback) -> CpuRun
         replays_by_decode=True,
     )
     _log_ready(info, num_threads)
-    return CpuRunner(info, model, ThreadPacer(num_threads))
+    return CpuRunner(info, model, ThreadPacer(num_threads, lambda: cores_are_free(num_threads)))
 
 
 def _scheme(config: EngineConfig, loaded: LoadedModel) -> Scheme:
