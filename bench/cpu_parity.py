@@ -1,4 +1,4 @@
-"""Exactness of the CPU engine on SmolLM2: every prompt of the fixture, its whole output, in every way.
+"""Exactness of the CPU engine on SmolLM2: all prompts of the fixture to their end, in every way.
 
     python -m bench.cpu_parity [--prompts 32] [--new-tokens 64]
 
@@ -67,7 +67,7 @@ class Ways:
         return outputs
 
     def preempted(self) -> Tokens:
-        """With so few blocks that rows lose theirs; prompts that fit, the others at the end."""
+        """With so few blocks that rows lose theirs."""
         tight = with_limits(self._runner, num_blocks=_TIGHT_BLOCKS)
         scheduler = Scheduler(tight.info)
         outputs = generate(tight, self._prompts, self._new_tokens, None, scheduler)
