@@ -38,6 +38,14 @@ TARGETS: dict[str, float] = {
     "host_us_per_step.b256": 150.0,
     "gpu_active_pct.b256": 99.0,
     "device_allocations_per_step": 0.0,
+    "ring.rtt_us.p50": 10.0,
+    "bus.jobs_s.redis": 3_000.0,
+    "bus.token_events_s.zmq": 300_000.0,
+    "bus.submit_to_engine_us.p50": 250.0,
+    "bus.token_to_client_us.p50": 200.0,
+    "cpu.smollm2.b1.vs_llama_cpp": 0.5,
+    "cpu.smollm2.b8.vs_transformers": 3.0,
+    "cpu.smollm2.b8.vs_llama_cpp": 1.0,
 }
 FLOORS: dict[str, float] = {
     "qwen3-8b.run_256x1024x1024_s": 24.7,
