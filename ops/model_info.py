@@ -48,9 +48,9 @@ def inspect(path: Path, name: str) -> ModelInfo:
 
 
 def _inspect_gguf(path: Path, name: str) -> ModelInfo:
-    from gguf import GGUFReader
+    from engine.loader.gguf_reader import ListSkippingReader
 
-    reader = GGUFReader(path)
+    reader = ListSkippingReader(path)
 
     def value(key: str, default: Any = None) -> Any:
         field = reader.get_field(key)

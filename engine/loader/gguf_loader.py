@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.loader.gguf_reader import open_gguf
 from engine.loader.report import LoadedModel, LoadProgress, ProgressCallback, no_progress
 from engine.loader.sources import Target, gguf_targets
 from engine.model.errors import CheckpointError, TensorMismatchError, UnsupportedModelError
@@ -67,16 +68,6 @@ def load_gguf(
         progress(LoadProgress(done_bytes, total_bytes))
     merged = {name: _merge(group, dtype, device) for name, group in parts.items()}
     return LoadedModel(spec, assemble(spec, merged), done_bytes, time.perf_counter() - started)
-
-
-def open_gguf(path: Path) -> gguf.GGUFReader:
-    """Map the file and parse its header. Raises CheckpointError if it is no GGUF file."""
-    try:
-        return gguf.GGUFReader(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist") from error
-    except (ValueError, IndexError, OSError) as error:
-        raise CheckpointError(f"{path} is no readable GGUF file: {error}") from error
 
 
 def read_gguf_spec(path: Path) -> ModelSpec:
