@@ -27,7 +27,7 @@ class CpuRunner:
 
     def __init__(self, info: RunnerInfo, model: CpuModel, pacer: ThreadPacer) -> None:
         self.info = info
-        self._model = model
+        self.model = model
         self._pacer = pacer
         self._windows = tuple(sorted(set(model.spec.windows)))
         self._tables = RowTables(
@@ -77,7 +77,7 @@ class CpuRunner:
         return StepResult(plan.step_id, tokens, bad)
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
-        model = self._model
+        model = self.model
         fresh_blocks = self._tables.apply(plan)
         if len(fresh_blocks):
             model.cache.clear_blocks(torch.from_numpy(fresh_blocks))
