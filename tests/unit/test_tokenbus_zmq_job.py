@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 import tokenbus.zmq_job
@@ -98,9 +100,13 @@ async def test_a_hole_found_after_a_reconnect_is_asked_for_until_it_is_filled() 
 async def test_a_refused_resume_is_repeated_as_long_as_the_worker_answers() -> None:
     line = Line()
     line.tokens(3)
-    for _ in range(MANY):
-        line.follower.on_busy()
+    for count in range(1, MANY + 1):
+        line.follower.on_busy(1)
         line.follower.on_tick()
+        assert len(line.resumes) == count  # not before its time
+        async with asyncio.timeout(10):
+            while len(line.resumes) == count:
+                await asyncio.sleep(0)
     assert len(line.resumes) == MANY + 1
     assert not line.follower.job.is_over
     line.tokens(1)
