@@ -328,6 +328,28 @@ async def test_a_queued_job_named_by_its_entry_is_cancelled_at_once(bus: Bus) ->
     bus.audit_queue()
 
 
+async def test_a_job_with_a_name_is_not_cancelled_under_the_id_of_its_entry(bus: Bus) -> None:
+    worker = await bus.worker(max_jobs=1)
+    running = bus.submit()
+    await until(lambda: running in worker.ledger.runs)
+    entries = [bus.client.xadd(bus.keys.jobs(), {"prompt": "a", "job": "order-7"})]
+    body = msgpack.packb({"prompt": "b", "job": "order-8"})
+    entries.append(bus.client.xadd(bus.keys.jobs(), {"body": body}))
+    last = bus.submit()
+    for job in (*entries, last):
+        cancel(bus, job)
+    await until(lambda: bus.terminal(last))  # the wishes before it have been obeyed
+    assert [bus.out(entry) for entry in entries] == [[], []]
+    worker.ledger.finish(running)
+    for job in ("order-7", "order-8"):
+        await until(lambda job=job: job in worker.ledger.runs)
+        worker.ledger.finish(job)
+        done = await until(lambda job=job: bus.terminal(job))
+        assert done["reason"] == "length"
+    await until(lambda: bus.num_entries() == 0)
+    bus.audit_queue()
+
+
 async def test_large_entries_are_read_a_few_at_a_time(bus: Bus) -> None:
     ids = json.dumps([7] * 1_000_000)  # 3 MB
     for i in range(20):

@@ -1,12 +1,21 @@
--- End a queued job that no worker holds. Only for jobs that are named by their entry: others are
--- found by the cancel mark when they are picked up.
+-- End a queued job that no worker holds. Only for jobs that are named by their entry: others, and
+-- those in a `body`, which is not read here, are found by the cancel mark when they are picked up.
 --
 -- KEYS 1 job hash  2 reply stream  3 cancel mark  4... jobs streams
 -- ARGV 1 group  2 entry id  3 reply TTL, ms  4... fields of the done entry
 -- Returns 1 if the job was ended here.
+local function is_named_by(entry, fields)
+  for i = 1, #fields, 2 do
+    local name = fields[i]
+    if name == 'body' or (name == 'job' and fields[i + 1] ~= entry) then return false end
+  end
+  return true
+end
+
 for k = 4, #KEYS do
   local stream, entry = KEYS[k], ARGV[2]
-  if redis.call('XRANGE', stream, entry, entry)[1] and not owner_of(stream, ARGV[1], entry) then
+  local got = redis.call('XRANGE', stream, entry, entry)[1]
+  if got and is_named_by(entry, got[2]) and not owner_of(stream, ARGV[1], entry) then
     local fields = {}
     for i = 4, #ARGV do fields[#fields + 1] = ARGV[i] end
     if add(KEYS[2], false, '1-1', fields) ~= 'ok' then return 0 end
