@@ -16,12 +16,13 @@ import structlog
 
 from broker.actor import Actor, ActorSystem, Overflow
 from broker.config import BrokerConfig, ZmqConfig
-from broker.gateway.jobs import Jobs, Wiring
+from broker.gateway.jobs import Jobs
 from broker.gateway.roster import Roster
 from broker.gateway.router import Router
 from broker.gateway.security import Curve
 from broker.gateway.sender import Sender
 from broker.gateway.sessions import Client, Peer
+from broker.gateway.shared import Wiring
 from broker.gateway.table import StreamTable
 from broker.messages import Address, Capacity, Drain, EngineState
 from broker.text.vocabulary import Vocabulary

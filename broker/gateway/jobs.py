@@ -10,7 +10,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -21,7 +20,7 @@ from broker.gateway.durable import DurableJobs
 from broker.gateway.relayed import RelayedStream
 from broker.gateway.sender import Sender
 from broker.gateway.sessions import Client, with_tenant
-from broker.gateway.shared import accept_all, heir_of, reject_all, tell_end
+from broker.gateway.shared import Wiring, accept_all, check_backlog, heir_of, reject_all, tell_end
 from broker.gateway.stream import Stream, StreamState
 from broker.gateway.table import StreamTable
 from broker.messages import (
@@ -50,15 +49,6 @@ from tokenbus.request import JobRequest
 SEED_BITS = 53  # what every language's numbers hold exactly
 
 log = structlog.get_logger("broker.gateway")
-
-
-@dataclass(frozen=True, slots=True)
-class Wiring:
-    """Whom the jobs' messages go to. door: this door, as text and ledger answer it."""
-
-    door: Address
-    text: Address
-    ledger: Address
 
 
 class Jobs:
@@ -108,6 +98,7 @@ class Jobs:
         elif known is not None:
             self._repeat(known, client, request)
             return
+        check_backlog(client)
         if request.durable:
             self._submit_durable(client, request)
             return

@@ -61,6 +61,7 @@ class Roster:
         for client in list(self._clients.values()):
             if now_s - client.last_heard_s > gone_s:
                 client.peer = None
+                client.is_gone = True
                 del self._clients[client.name]
                 yield client
         for routing_id, peer in list(self._peers.items()):

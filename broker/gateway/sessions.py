@@ -61,14 +61,16 @@ class Peer:
 class Client:
     """Who owns streams. Credit counts TOKENS events of the present session."""
 
-    __slots__ = ("credit", "is_dirty", "last_heard_s", "name", "peer", "streams", "tenant", "used",
-                 "waiting")  # fmt: skip
+    __slots__ = ("came_s", "credit", "is_gone", "last_heard_s", "name", "peer", "streams", "tenant",
+                 "used", "waiting")  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.tenant = ""
         self.peer: Peer | None = None
         self.last_heard_s = 0.0
+        self.came_s = 0.0  # when this session began
+        self.is_gone = False  # for good: who comes by this name again is another
         self.credit = 0
         self.used = 0
         self.streams: dict[str, Stream] = {}
@@ -81,7 +83,7 @@ class Client:
         self.tenant = tenant
         self.credit = credit
         self.used = 0
-        self.last_heard_s = now_s
+        self.last_heard_s = self.came_s = now_s
         self.waiting.clear()
         for stream in self.streams.values():
             stream.is_attached = False  # until RESUME or SUBMIT says from where

@@ -7,14 +7,35 @@ they miss of it before the end is a hole for them, which RESUME fills.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from broker.gateway.answers import accepted_body
 from broker.gateway.sender import Sender, terminal_frames
 from broker.gateway.sessions import Client
 from broker.gateway.stream import Stream
+from broker.messages import Address
 from tokenbus.bodies import error_to_body
-from tokenbus.errors import TokenbusError
+from tokenbus.errors import Busy, TokenbusError
 from tokenbus.protocol import MessageType
+
+MAX_WAITING = 10_000  # streams with something unsent, for one client
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Whom the jobs' messages go to. door: this door, as text and ledger answer it."""
+
+    door: Address
+    text: Address
+    ledger: Address
+
+
+def check_backlog(client: Client) -> None:
+    """Raises Busy for a client that asks for more and more and takes nothing: what it has not got
+    is kept for it.
+    """
+    if len(client.waiting) >= MAX_WAITING:
+        raise Busy(f"{MAX_WAITING} jobs of this client wait for its credit", retry_ms=1_000)
 
 
 def accept_all(sender: Sender, stream: Stream, position: int) -> None:

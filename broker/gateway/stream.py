@@ -6,7 +6,6 @@ a seq is found again by decoding the ids up to it, which gives the same text as 
 
 from __future__ import annotations
 
-import time
 from array import array
 from enum import Enum
 
@@ -35,7 +34,7 @@ class Stream:
     __slots__ = (
         "_base", "_digest", "_ids", "_num_chars", "_pieces", "_request", "_sent_chars",
         "attempt", "base_seq", "client",
-        "deadline_ns", "ended_s", "is_attached", "is_cancelled", "is_paused", "job",
+        "deadline_ns", "is_attached", "is_cancelled", "is_paused", "job", "kept_from_s",
         "others", "owner", "prefix", "prompt_tokens", "seed", "sent_seq", "state", "tenant",
         "terminal", "terminal_sent",
     )  # fmt: skip
@@ -61,7 +60,7 @@ class Stream:
         self.is_paused = False
         self.terminal: Done | Failed | None = None
         self.terminal_sent = False
-        self.ended_s = 0.0
+        self.kept_from_s = 0.0  # its end, or when that was told
         self.base_seq = 0
         self.sent_seq = 0
         self._base: Detokenizer | None = None  # its state at base_seq
@@ -192,4 +191,3 @@ class Stream:
         """The job's one terminal event."""
         self.state = StreamState.ENDED
         self.terminal = event
-        self.ended_s = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 
 from broker.gateway.sessions import Client
 from broker.gateway.stream import Stream, StreamState
@@ -11,8 +10,10 @@ from broker.messages import Done, Failed
 
 
 class StreamTable:
-    """Ended streams stay for retain_ms, at most retain_jobs of them. has_keys: clients are known by
-    CURVE keys, so tenants are walls and not just labels.
+    """A stream stays for retain_ms after its end was sent, at most retain_jobs of them. One that
+    waits for credit or room stays as long as its client; one whose client has come back stays for
+    retain_ms from then on, however many others end. has_keys: clients are known by CURVE keys, so
+    tenants are walls and not just labels.
     """
 
     def __init__(self, retain_ms: int, retain_jobs: int, has_keys: bool) -> None:
@@ -20,12 +21,13 @@ class StreamTable:
         self._retain_s = retain_ms / 1000
         self._retain_jobs = retain_jobs
         self._streams: dict[str, Stream] = {}
-        self._ended: deque[Stream] = deque()
+        self._untold: dict[Stream, None] = {}  # ended, when last looked at not told
+        self._told: dict[Stream, None] = {}  # in the order of their `kept_from_s`
 
     @property
     def num_open(self) -> int:
         """Jobs that have not ended."""
-        return len(self._streams) - len(self._ended)
+        return len(self._streams) - len(self._untold) - len(self._told)
 
     def get(self, job: str) -> Stream | None:
         """The stream of a job, whosever it is."""
@@ -76,32 +78,51 @@ class StreamTable:
     def end(self, stream: Stream, event: Done | Failed) -> None:
         """The job's one terminal event came."""
         stream.end(event)
-        self._ended.append(stream)
+        self._untold[stream] = None
+        stream.kept_from_s = time.monotonic()
         stream.client.waiting[stream.job] = stream
 
     def reopen(self, stream: Stream) -> None:
         """An ended stream is told from the start once more."""
         if stream.state is StreamState.ENDED:
-            self._ended.remove(stream)
+            self._drop_ended(stream)
             stream.state = StreamState.LIVE
         stream.terminal = None
         stream.terminal_sent = False
 
     def forget(self, stream: Stream) -> None:
         """The job's id is free again."""
-        if stream.state is StreamState.ENDED and self.is_current(stream):
-            self._ended.remove(stream)
-        self._remove(stream)
+        if self.is_current(stream):
+            self._remove(stream)
 
     def forget_old(self) -> None:
         """Drop ended jobs beyond their retention."""
-        keep_from_s = time.monotonic() - self._retain_s
-        ended = self._ended
-        while ended and (len(ended) > self._retain_jobs or ended[0].ended_s < keep_from_s):
-            self._remove(ended.popleft())
+        now_s = time.monotonic()
+        due_s = now_s - self._retain_s
+        for stream in list(self._untold):
+            if stream.terminal_sent or stream.client.is_gone:
+                del self._untold[stream]
+                self._told[stream] = None
+                stream.kept_from_s = now_s
+            elif not stream.is_attached and max(stream.kept_from_s, stream.client.came_s) < due_s:
+                self._remove(stream)  # its client did not ask for it again
+        told = self._told
+        while told:
+            stream = next(iter(told))
+            if not (stream.terminal_sent or stream.client.is_gone):
+                del told[stream]
+                self._untold[stream] = None  # it is being told once more
+            elif len(told) > self._retain_jobs or stream.kept_from_s < due_s:
+                self._remove(stream)
+            else:
+                break
 
     def _remove(self, stream: Stream) -> None:
-        if self.is_current(stream):
-            del self._streams[stream.job]
-            stream.client.streams.pop(stream.job, None)
-            stream.client.waiting.pop(stream.job, None)
+        self._drop_ended(stream)
+        del self._streams[stream.job]
+        stream.client.streams.pop(stream.job, None)
+        stream.client.waiting.pop(stream.job, None)
+
+    def _drop_ended(self, stream: Stream) -> None:
+        self._untold.pop(stream, None)
+        self._told.pop(stream, None)
