@@ -437,6 +437,17 @@ async def test_credit_is_renewed_as_events_come(worker: FakeWorker) -> None:
     assert 30 <= worker.credits[-1] <= 40
 
 
+async def test_a_credit_of_one_event_is_renewed_after_every_event(worker: FakeWorker) -> None:
+    async with asyncio.timeout(10), AsyncClient(zmq=worker.endpoint, credit=1) as client:
+        reading = await begun(worker, client)
+        await worker.expect(T.CREDIT)
+        await worker.tokens(("j", 2, [6], "b"))
+        await worker.expect(T.CREDIT)
+        await worker.done("j", [5, 6])
+        assert await reading == "ab"
+    assert worker.credits == [2, 3]
+
+
 async def test_a_prompt_over_the_limits_is_refused_before_it_is_sent(
     client: AsyncClient, worker: FakeWorker
 ) -> None:

@@ -292,6 +292,19 @@ test("credit is renewed as events come", () => withWorker(async (worker, client)
   assert.ok(worker.credits.at(-1) >= 30 && worker.credits.at(-1) <= 40, String(worker.credits));
 }, { credit: 10 }));
 
+test("a credit of one event is renewed after every event", () => withWorker(async (worker, client) => {
+  const reading = read(client);
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  for (const id of [1, 2]) {
+    await worker.tokens(["j", id, [id], "x"]);
+    await worker.expect(T.CREDIT);
+  }
+  await worker.done("j", [1, 2]);
+  assert.equal(await reading, "xx");
+  assert.deepEqual(worker.credits, [2, 3]);
+}, { credit: 1 }));
+
 test("long id lists travel as a blob", () => withWorker(async (worker, client) => {
   const inputIds = Array.from({ length: 100 }, (_, i) => i);
   const reading = client.generate({ inputIds, job: "j" }).text();

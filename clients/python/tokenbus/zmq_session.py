@@ -81,7 +81,7 @@ class ZmqSession:
     def use_credit(self, num_events: int) -> None:
         """Count TOKENS events that came; grant more when half of the window is used."""
         self._received += num_events
-        if self._granted - self._received < self._hello.credit // 2:
+        if self._granted - self._received <= self._hello.credit // 2:
             self._granted = self._received + self._hello.credit
             self.send(MessageType.CREDIT, {"total": self._granted})
 
