@@ -183,12 +183,8 @@ class Outbox:
         errors = [reply for reply in replies if isinstance(reply, ReplyError)]
         if b"fenced" in (first, last) or any(error.is_fenced for error in errors):
             state.lose(job, "another attempt has begun")
-        elif errors and errors[0].is_about_one_job and not _is_discard(job):
-            state.discard(job, errors[0])
         elif errors:
-            job.in_doubt = True  # a script may have got half way
-            job.due = state.now() + RETRY_S
-            state.report_trouble("publish", errors[0])
+            self._on_refused(job, errors[0])
         elif first is None or last == b"gone":
             job.in_doubt = True
         else:
@@ -224,23 +220,36 @@ class Outbox:
             ("XREVRANGE", self._state.keys.out(job.id), "+", "-", "COUNT", 1) for job in fenced
         ]
         for job, reply in zip(fenced, await self._state.link.run(queries), strict=True):
-            if isinstance(reply, ReplyError):
-                if reply.is_about_one_job:
-                    self._state.discard(job, reply)
-                else:
-                    job.due = self._state.now() + RETRY_S
-                    self._state.report_trouble("publish", reply)
-                continue
-            attempt, seq, event = read_top(reply)
-            if attempt > job.attempt:
-                self._state.lose(job, "another attempt began while Redis was away")
-            elif attempt == job.attempt and event in (b"done", b"error"):
-                job.land()
-                job.is_ending_sent = True
-                job.in_doubt = False
-                self._close(job)
-            else:
-                await self._compare(job, (attempt, seq))
+            try:
+                if isinstance(reply, ReplyError):
+                    raise reply
+                await self._settle(job, reply)
+            except ReplyError as error:
+                self._on_refused(job, error)
+
+    async def _settle(self, job: Job, reply: Reply) -> None:
+        """reply: the last entry of the job's reply stream. Raises LinkLost or ReplyError."""
+        attempt, seq, event = read_top(reply)
+        if attempt > job.attempt:
+            self._state.lose(job, "another attempt began while Redis was away")
+        elif attempt == job.attempt and event in (b"done", b"error"):
+            job.land()
+            job.is_ending_sent = True
+            job.in_doubt = False
+            self._close(job)
+        else:
+            await self._compare(job, (attempt, seq))
+
+    def _on_refused(self, job: Job, error: ReplyError) -> None:
+        """Redis does not do what the job needs: nothing else is written for it until it does, or
+        never where a key of the job itself is to blame.
+        """
+        if error.is_about_one_job and not _is_discard(job):
+            self._state.discard(job, error)
+            return
+        job.in_doubt = True  # a script may have got half way
+        job.due = self._state.now() + RETRY_S
+        self._state.report_trouble("publish", error)
 
     async def _compare(self, job: Job, top: tuple[int, int]) -> None:
         last = job.log[-1] if job.log else None

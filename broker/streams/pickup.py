@@ -174,19 +174,21 @@ class Pickup:
             job.was_asked = True
         replies = await state.link.run(commands)
         for job, reply in zip(batch, replies, strict=True):
-            if isinstance(reply, ReplyError):
-                if not reply.is_about_one_job:
-                    state.report_trouble("pickup", reply)
+            try:
+                if isinstance(reply, ReplyError):
+                    raise reply
+                if job in rejected:
+                    self._take_rejection(job, rejected.pop(job))
                     continue
-                state.discard(job, reply)
-                rejected.pop(job, None)
-                jobs.pop(job, None)
-            elif job in rejected:
-                self._take_rejection(job, rejected.pop(job))
-            else:
                 if state.jobs.is_held(job):
                     await self._take_verdict(job, reply)
-                del jobs[job]
+            except ReplyError as error:
+                if not error.is_about_one_job:
+                    state.report_trouble("pickup", error)
+                    continue
+                state.discard(job, error)
+            rejected.pop(job, None)
+            jobs.pop(job, None)
         if rejected or jobs:
             await asyncio.sleep(RETRY_S)
         else:
@@ -204,6 +206,7 @@ class Pickup:
         self._state.forget(job)
 
     async def _take_verdict(self, job: Job, reply: Reply) -> None:
+        """Raises LinkLost or ReplyError; then the job may be asked for again."""
         state, verdict = self._state, reply[0].decode()
         if verdict == "suspect":
             self._hold_suspect(job)

@@ -13,7 +13,7 @@ import pytest
 from broker.messages import Drain, Drop
 from broker.streams.lane import LinkLost
 from tests.redis_servers import RedisServer, ServerBinary
-from tests.streams_kit import Bus, Worker, open_bus, text_of, until
+from tests.streams_kit import Bus, Worker, open_bus, text_of, token_at, until
 from tokenbus.errors import Unsupported
 
 
@@ -348,6 +348,57 @@ async def test_a_full_redis_makes_the_door_unready_until_there_is_room(own_bus: 
     bus.client.config_set("maxmemory", 0)
     await until(lambda: a.monitor.is_ready)
     await end(bus, a, job)
+
+
+async def test_a_reply_that_cannot_be_rebuilt_yet_is_rebuilt_when_redis_takes_writes(
+    own_bus: Bus,
+) -> None:
+    bus = own_bus
+    a = await bus.worker("a")
+    job = await run_some(bus, a)
+    bus.client.delete(bus.keys.out(job), bus.keys.job(job))
+    bus.client.config_set("maxmemory", bus.client.info("memory")["used_memory"] // 2)
+    a.ledger.step(job, 2)
+    await until(lambda: not a.monitor.is_ready)
+    await asyncio.sleep(0.7)  # the first try after the refusal is refused too
+    assert not a.monitor.is_ready
+    bus.client.config_set("maxmemory", 0)
+    await until(lambda: a.monitor.is_ready)
+    await until(lambda: bus.text(job) == text_of(5))
+    assert a.door.counters.restored == 1
+    await end(bus, a, job)
+
+
+async def test_a_reply_that_can_never_be_rebuilt_costs_only_its_own_job(bus: Bus) -> None:
+    a = await bus.worker("a")
+    job, good = await run_some(bus, a), await run_some(bus, a)
+    bus.client.delete(bus.keys.out(job))
+    bus.client.set(bus.keys.job(job), "a string")
+    a.ledger.step(job)
+    await until(lambda: bus.client.xlen(bus.keys.dead) == 1)
+    await until(lambda: job not in a.ledger.runs)
+    await end(bus, a, good)
+    assert a.monitor.is_ready
+    assert (bus.num_entries(), bus.num_pending(), bus.out(job)) == (0, 0, [])
+
+
+async def test_an_earlier_reply_that_redis_refuses_to_read_is_asked_for_again(
+    own_bus: Bus,
+) -> None:
+    bus = own_bus
+    ids = f"[{','.join(str(token_at(seq)) for seq in (1, 2, 3))}]"
+    out = bus.keys.out("j")
+    bus.client.xadd(out, {"event": "started", "attempt": 1, "seed": 1, "seq": 0}, id="1-0")
+    tokens = {"event": "tokens", "seq": 1, "ids": ids, "text": text_of(3)}
+    bus.client.xadd(out, tokens, id="1-3")
+    a = await bus.worker("a")
+    bus.client.execute_command("ACL", "SETUSER", "default", "-xrange")
+    bus.submit(job="j", max_tokens=10)
+    await until(lambda: not a.monitor.is_ready)
+    bus.client.execute_command("ACL", "SETUSER", "default", "+xrange")
+    await until(lambda: a.monitor.is_ready)
+    await end(bus, a, "j")
+    assert (a.ledger.submits[0].attempt, len(a.ledger.submits)) == (2, 1)
 
 
 async def test_a_cancelled_wait_does_not_disturb_the_next_reply(bus: Bus) -> None:

@@ -5,6 +5,9 @@
 -- ARGV 1 worker  2 attempt  3 seed  4 TTL while unfinished, ms  5 prompt tokens
 --      6... for each entry: id, number of fields and values, the fields and values
 -- Returns how many entries were written.
+redis.call('HSET', KEYS[1], 'state', 'running', 'attempt', ARGV[2], 'worker', ARGV[1],
+  'seed', ARGV[3], 'prompt_tokens', ARGV[5], 'started_ms', now_ms())
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
 local i, written = 6, 0
 while i <= #ARGV do
   local fields = {}
@@ -12,8 +15,5 @@ while i <= #ARGV do
   if add(KEYS[2], false, ARGV[i], fields) == 'ok' then written = written + 1 end
   i = i + 2 + ARGV[i + 1]
 end
-redis.call('HSET', KEYS[1], 'state', 'running', 'attempt', ARGV[2], 'worker', ARGV[1],
-  'seed', ARGV[3], 'prompt_tokens', ARGV[5], 'started_ms', now_ms())
-redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return written
