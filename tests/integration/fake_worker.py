@@ -27,6 +27,7 @@ class FakeWorker:
         self.greets = True
         self.hellos: list[Message] = []
         self.credits: list[int] = []
+        self.heard: list[MessageType] = []
         self.peer = b""
         self._greeted: set[bytes] = set()
         self._context = zmq.asyncio.Context()
@@ -57,7 +58,9 @@ class FakeWorker:
         """The next message, whatever it is."""
         peer, *frames = await asyncio.wait_for(self._socket.recv_multipart(), 10)
         self.peer = peer
-        return decode(frames)
+        message = decode(frames)
+        self.heard.append(message.type)
+        return message
 
     async def expect(self, kind: MessageType) -> Message:
         """The next message of a kind; HELLO, PING and CREDIT before it are dealt with."""

@@ -389,6 +389,55 @@ async def test_cancel_and_status_of_an_unknown_job_raise(
             await asking
 
 
+@pytest.mark.parametrize("kind", [T.CANCEL, T.STATS], ids=["cancel", "status"])
+async def test_a_worker_too_busy_for_a_question_refuses_it_and_the_job_goes_on(
+    kind: T, worker: FakeWorker, client: AsyncClient
+) -> None:
+    reading = await begun(worker, client, durable=True)
+    call = client.cancel if kind is T.CANCEL else client.status
+    asking = asyncio.create_task(call("j"))  # type: ignore[arg-type]
+    await worker.expect(kind)
+    await worker.error(Busy("Redis cannot be reached now", retry_ms=500), job="j")
+    with pytest.raises(Busy) as caught:
+        await asking
+    assert caught.value.retry_ms == 500
+    await worker.tokens(("j", 2, [6], "b"))
+    await worker.done("j", [5, 6])
+    assert await reading == "ab"
+
+
+async def test_a_refused_resume_is_no_answer_to_a_cancel(
+    worker: FakeWorker, client: AsyncClient
+) -> None:
+    tailing = asyncio.create_task(client.tail("j", from_seq=99).text())
+    await worker.expect(T.RESUME)
+    cancelling = asyncio.create_task(client.cancel("j"))
+    await worker.expect(T.CANCEL)
+    await worker.error(Gone("not yet"), job="j")
+    with pytest.raises(Gone):
+        await tailing
+    assert not cancelling.done()
+    await worker.done("j", [], reason="cancelled")
+    await cancelling
+
+
+async def test_a_cancel_that_nobody_waits_for_any_more_is_not_sent_again(
+    worker: FakeWorker,
+) -> None:
+    timeouts = Timeouts(answer_s=0.05)
+    async with AsyncClient(zmq=worker.endpoint, timeouts=timeouts) as client:
+        reading = await begun(worker, client)
+        with pytest.raises(BusUnavailable):
+            await client.cancel("j")
+        await worker.expect(T.CANCEL)
+        await worker.error(NoSession("who are you?"))
+        await worker.expect(T.RESUME)
+        await worker.settle()
+        assert worker.heard.count(T.CANCEL) == 1
+        await worker.done("j", [5])
+        assert await reading == "a"
+
+
 async def test_status_says_where_a_job_stands(worker: FakeWorker, client: AsyncClient) -> None:
     asking = asyncio.create_task(client.status("j"))
     assert (await worker.expect(T.STATS)).body == {"job": "j"}

@@ -35,6 +35,7 @@ from tokenbus.request import JobRequest
 from tokenbus.retry import Backoff
 from tokenbus.stream import Job
 from tokenbus.zmq_job import ZmqJob
+from tokenbus.zmq_questions import Questions
 from tokenbus.zmq_session import ZmqSession
 
 DEFAULT_CREDIT = 4_096
@@ -65,7 +66,7 @@ class ZmqDoor:
         self._boot = ""
         self._worker = ""
         self._jobs: dict[str, list[ZmqJob]] = {}
-        self._answers: dict[tuple[str, str], list[asyncio.Future[JobStatus]]] = {}
+        self._questions = Questions()
         self._left: set[str] = set()  # to be cancelled, but there was no session
         self._live = asyncio.Event()
         self._fatal: TokenbusError | None = None
@@ -175,8 +176,8 @@ class ZmqDoor:
         for name in self._left:
             self._send(MessageType.CANCEL, {"job": name}, [])
         self._left.clear()
-        for kind, name in self._answers:
-            self._send(MessageType[kind], {"job": name}, [])
+        for kind, name in self._questions.open():
+            self._send(kind, {"job": name}, [])
         self._live.set()
 
     def _send(self, kind: MessageType, body: dict[str, object], blobs: list[bytes]) -> None:
@@ -201,12 +202,13 @@ class ZmqDoor:
             done = done_from_body(body)
             for follower in self._jobs.get(done.job, ()):
                 follower.on_done(done)
-            self._answer(JobStatus(done.job, "done", done.attempt, done.seq, reason=done.reason))
+            status = JobStatus(done.job, "done", done.attempt, done.seq, reason=done.reason)
+            self._questions.answer(MessageType.CANCEL, status)
             self._sweep(done.job)
         elif kind is MessageType.ERROR:
             self._on_error(message)
         elif kind is MessageType.STATS and "job" in body:
-            self._answer(_status_from_body(body), (MessageType.STATS.name,))
+            self._questions.answer(MessageType.STATS, _status_from_body(body))
 
     def _on_tokens(self, message: Message) -> None:
         events = tokens_from_body(message.body)
@@ -219,40 +221,33 @@ class ZmqDoor:
             self._session.use_credit(len(events))
 
     def _on_error(self, message: Message) -> None:
+        """The end of a job, or what the worker has to say to CANCEL, STATS or RESUME."""
         failed = failed_from_body(message.body)
-        if isinstance(failed.error, UnknownJob):
-            for kind in (MessageType.CANCEL, MessageType.STATS):
-                for waiter in self._answers.pop((kind.name, failed.job), ()):
-                    if not waiter.done():
-                        waiter.set_exception(failed.error)
-        else:
-            code = failed.error.code
-            self._answer(JobStatus(failed.job, "failed", failed.attempt, failed.seq, code=code))
-        for follower in self._jobs.get(failed.job, ()):
-            if follower.is_resuming and isinstance(failed.error, Busy):
-                follower.on_busy(failed.error.retry_ms)
-            elif follower.is_resuming or not isinstance(failed.error, Gone):
-                follower.job.fail(failed.error)
-        self._sweep(failed.job)
+        name, error = failed.job, failed.error
+        is_busy = isinstance(error, Busy) and "attempt" not in message.body  # the job is as it was
+        if is_busy or isinstance(error, UnknownJob):
+            self._questions.refuse(name, error)
+        elif not isinstance(error, Gone):  # that is about a RESUME
+            status = JobStatus(name, "failed", failed.attempt, failed.seq, code=error.code)
+            self._questions.answer(MessageType.CANCEL, status)
+        for follower in self._jobs.get(name, ()):
+            if is_busy:
+                follower.on_busy(error.retry_ms)
+            elif follower.is_resuming or not isinstance(error, Gone):
+                follower.job.fail(error)
+        self._sweep(name)
 
     async def _ask(self, kind: MessageType, name: str) -> JobStatus:
         await self._connected()
-        waiter: asyncio.Future[JobStatus] = self._loop.create_future()
-        self._answers.setdefault((kind.name, name), []).append(waiter)
-        self._send(kind, {"job": name}, [])
+        waiter = self._questions.add(kind, name)
         try:
+            self._send(kind, {"job": name}, [])
             return await asyncio.wait_for(waiter, self._timeouts.answer_s)
         except TimeoutError:
             message = f"{self._endpoint} did not answer {kind.name} in time"
             raise BusUnavailable(message) from None
-
-    def _answer(
-        self, status: JobStatus, kinds: tuple[str, ...] = (MessageType.CANCEL.name,)
-    ) -> None:
-        for kind in kinds:
-            for waiter in self._answers.pop((kind, status.job), ()):
-                if not waiter.done():
-                    waiter.set_result(status)
+        finally:
+            self._questions.remove(kind, name, waiter)
 
     # -------------------------------------------------------------- jobs
 
@@ -266,11 +261,7 @@ class ZmqDoor:
     def _fail_all(self, error: TokenbusError) -> None:
         for name in list(self._jobs):
             self._fail(name, error)
-        for waiters in self._answers.values():
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_exception(error)
-        self._answers.clear()
+        self._questions.fail_all(error)
 
     def _tick(self) -> None:
         for follower in self._all_jobs():

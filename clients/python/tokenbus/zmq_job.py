@@ -103,8 +103,10 @@ class ZmqJob:
 
     def on_busy(self, retry_ms: int | None) -> None:
         """RESUME came too early, such as before the worker had its Redis: ask again when it says,
-        for as long as it answers.
+        for as long as it answers. It may also be the answer to somebody's CANCEL or STATS.
         """
+        if not self._is_resuming:
+            return
         self._num_resumes = 0
         self._drop_timer()
         delay_s = RESUME_AGAIN_S if retry_ms is None else retry_ms / 1_000
