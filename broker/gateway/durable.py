@@ -75,6 +75,11 @@ class DurableJobs:
         self._table.attach(stream, client)
         self._tell_again(stream, after)
 
+    def listen(self, stream: RelayedStream) -> None:
+        """A session that did not say from where it wants the job is to hear the end."""
+        if not stream.is_attached:
+            self.rewind(stream, stream.client, stream.known_seq)
+
     def look_up(
         self, client: Client, job: str, kind: MessageType = MessageType.STATS, after: int = 0
     ) -> None:

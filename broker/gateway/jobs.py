@@ -119,7 +119,9 @@ class Jobs:
             self._attach(stream, client)
             stream.terminal_sent = False
             return
-        if stream.client is not client:
+        if stream.client is client and isinstance(stream, RelayedStream):
+            self._relayed().listen(stream)
+        elif stream.client is not client or not stream.is_attached:
             stream.others[client] = None  # to hear the end
         if stream.state is StreamState.PREPARING and not isinstance(stream, RelayedStream):
             stream.is_cancelled = True

@@ -67,6 +67,6 @@ def heir_of(stream: Stream) -> Client | None:
 def _answer_all(
     sender: Sender, stream: Stream, kind: MessageType, body: Mapping[str, object]
 ) -> None:
-    for client in (*stream.others, stream.client):
+    for client in {**stream.others, stream.client: None}:
         if client.peer is not None:
             sender.answer(client.peer, kind, body)

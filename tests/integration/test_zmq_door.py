@@ -448,6 +448,24 @@ async def test_a_cancel_is_answered_by_the_end_whosever_job_it_is(worker: Worker
             assert done.body["reason"] == "cancelled"
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_a_cancel_in_a_new_session_is_answered_without_resume(
+    worker: Worker, has_ended: bool
+) -> None:
+    async with RawClient(worker.endpoint) as first:
+        await first.hello(credit=1)
+        job = await first.submit(prompt="again", max_tokens=5 if has_ended else 1_500)
+        await first.receive(T.TOKENS)
+        name = first.name
+        if has_ended:
+            await _until_state(first, job, "done")
+    async with RawClient(worker.endpoint, name) as second:
+        await second.hello()
+        await second.send(T.CANCEL, job=job)
+        done = await second.receive(T.DONE, job=job)
+        assert done.body["reason"] == ("length" if has_ended else "cancelled")
+
+
 async def _follow(client: RawClient, job: str) -> Reply:
     """As a client does: repeats are dropped, and a hole is asked for."""
     reply = Reply()

@@ -178,6 +178,20 @@ def test_cancel_of_a_job_that_only_redis_knows_brings_its_end() -> None:
     assert [name for name, _ in door.take()] == ["DONE"]
 
 
+def test_a_session_that_only_cancels_hears_the_end() -> None:
+    door = Door()
+    stream = door.submit()
+    door.event(tokens(1, 0), tokens(2, 1))
+    door.jobs.listen(stream)
+    assert isinstance(door.relay.messages[-1], SubmitDurable)  # it hears it already
+    door.client.begin_session(Peer(b"q", 0.0), 1_000, "", 0.0)
+    door.take()
+    door.jobs.listen(stream)
+    assert door.relay.messages[-1] == Follow("j", door.jobs._door, 2)
+    door.event(done(2))
+    assert [name for name, _ in door.take()] == ["DONE"]
+
+
 def test_an_unknown_job_and_a_redis_that_is_away_are_told_apart() -> None:
     door = Door()
     for facts, code in (({}, "not_found"), ({"error": Busy("away")}, "busy")):
