@@ -10,7 +10,7 @@ with one event per job that got tokens. A job ends in exactly one `Done` or `Fai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -97,34 +97,39 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class AboutJob:
+    """Something about a job that is named by its id. `door`, and an `attempt` above 0, say which
+    one is meant: the ledger leaves the job alone that another door, or a later attempt, has under
+    the same id. Without them it is whoever has the id now.
+    """
+
+    job: str
+    door: Address | None = field(default=None, kw_only=True)
+    attempt: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(AboutJob):
     """End the job with `Done(reason)`; unknown jobs are ignored by the ledger (doors answer
     not_found)."""
 
-    job: str
     reason: Reason = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(AboutJob):
     """Forget the job without any event: another worker owns it now (fenced), or it is released on
     drain."""
 
-    job: str
-
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(AboutJob):
     """Stop generating for this job until `Unpause`: its reader is too slow."""
 
-    job: str
-
 
 @dataclass(frozen=True, slots=True)
-class Unpause:
+class Unpause(AboutJob):
     """Inverse of `Pause`."""
-
-    job: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import redis
 from broker.actor import ActorSystem
 from broker.config import BrokerConfig, RedisConfig
 from broker.messages import (
+    AboutJob,
     Accepted,
     Cancel,
     Capacity,
@@ -118,15 +119,18 @@ class FakeLedger:
         match message:
             case Submit():
                 self._on_submit(message)
-            case Cancel():
-                if message.job in self.runs:
-                    self.finish(message.job, message.reason)
-            case Drop():
-                self.runs.pop(message.job, None)
-            case Pause() | Unpause():
+            case Cancel() if self._has(message):
+                self.finish(message.job, message.reason)
+            case Drop() if self._has(message):
+                self.runs.pop(message.job)
+            case Pause() | Unpause() if self._has(message):
                 self.runs[message.job].is_paused = isinstance(message, Pause)
         self.say_capacity()
         return True
+
+    def _has(self, message: AboutJob) -> bool:
+        run = self.runs.get(message.job)
+        return run is not None and message.attempt in (0, run.submit.attempt)
 
     def say_capacity(self) -> None:
         self.door.tell(Capacity(max(0, self.max_jobs - len(self.runs))))

@@ -172,22 +172,22 @@ class LedgerActor(Actor):
         return True
 
     def _on_cancel(self, message: Cancel) -> None:
-        job = self._book.jobs.get(message.job)
+        job = self._book.named(message.job, message.door, message.attempt)
         if job is not None:
             self._book.end(job, job.done(message.reason, time.monotonic_ns()))
 
     def _on_drop(self, message: Drop) -> None:
-        job = self._book.jobs.get(message.job)
+        job = self._book.named(message.job, message.door, message.attempt)
         if job is not None:
             self._book.forget(job)
 
     def _on_pause(self, message: Pause) -> None:
-        job = self._book.jobs.get(message.job)
+        job = self._book.named(message.job, message.door, message.attempt)
         if job is not None and not job.is_paused:
             self._book.pause(job)
 
     def _on_unpause(self, message: Unpause) -> None:
-        job = self._book.jobs.get(message.job)
+        job = self._book.named(message.job, message.door, message.attempt)
         if job is not None and job.is_paused:
             self._book.unpause(job)
 

@@ -36,6 +36,15 @@ class Book:
         since_ns = [self.jobs[ticket.job].submitted_ns for ticket in self.queue.oldest()]
         return (time.monotonic_ns() - min(since_ns)) / 1e9 if since_ns else 0.0
 
+    def named(self, name: str, door: Address | None, attempt: int) -> Job | None:
+        """The job of that name, if it came from `door` (None: from any) and is that attempt (0:
+        any).
+        """
+        job = self.jobs.get(name)
+        if job is None or (door is not None and door is not job.door):
+            return None
+        return job if attempt in (0, job.attempt) else None
+
     def admit(self, job: Job) -> int:
         """A new job enters the queue; returns how many were before it. Raises Busy."""
         position = self.queue.admit(job.ticket())

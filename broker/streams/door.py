@@ -79,7 +79,7 @@ class StreamsDoor(Actor):
         self._config = config
         self._monitor = monitor
         address = parse_redis_url(config.redis.url)
-        self._state = state = DoorState(config, config.redis, text, ledger)
+        self._state = state = DoorState(config, config.redis, self, text, ledger)
         timeout_s = config.redis.socket_timeout_ms / 1000
         self._health = health = Health(state, monitor, self.later)
         state.link = Link(address, state.keys.control, timeout_s, health.on_up, health.on_down)

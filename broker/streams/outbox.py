@@ -273,7 +273,7 @@ class Outbox:
         at = sum(1 for chunk in job.log if chunk.attempt < job.attempt)
         entries.insert(at, (f"{job.attempt}-0", started))
         args: list[str | int] = [state.worker, job.attempt, job.seed, UNFINISHED_TTL_MS]
-        args.append(job.prompt_tokens)
+        args.extend((job.prompt_tokens, f"{job.stream} {job.entry}"))
         for entry_id, fields in entries:
             args.extend((entry_id, len(fields), *fields))
         keys = (state.keys.job(job.id), state.keys.out(job.id))

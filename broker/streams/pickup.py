@@ -212,8 +212,8 @@ class Pickup:
             self._hold_suspect(job)
         elif verdict in ("run", "cancelled", "deadline", "dead"):
             job.attempt, job.seed, seq, crashes = (int(value) for value in reply[1:5])
+            self._name(job)
             chunks = await read_log(state, job) if seq else []
-            state.jobs.name(job)
             if is_whole(chunks, seq):
                 job.log = chunks
                 self._begin(job, verdict, crashes, None if reply[5] == b"" else int(reply[5]))
@@ -224,6 +224,13 @@ class Pickup:
             if verdict in ("duplicate", "conflict", "taken"):
                 state.counters.duplicates += 1
             state.forget(job)
+
+    def _name(self, job: Job) -> None:
+        """The id is this entry's now: an earlier entry of this id that we still run was deleted."""
+        earlier = self._state.jobs.by_id(job.id)
+        if earlier is not None and earlier is not job:
+            self._state.lose(earlier, "another entry has the job now")
+        self._state.jobs.name(job)
 
     def _hold_suspect(self, job: Job) -> None:
         job.was_asked = False
@@ -249,7 +256,7 @@ class Pickup:
         else:
             self._submit(job, crashes > 1, left_ms)
             if verdict == "cancelled" or job.is_cancelled:
-                state.ledger.tell(Cancel(job.id))
+                state.tell_ledger(Cancel, job)
 
     def _submit(self, job: Job, solo: bool, left_ms: int | None) -> None:
         deadline_ns = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from broker.config import BrokerConfig, RedisConfig
-from broker.messages import Address, Cancel, Drop, Pause, Unpause
+from broker.messages import AboutJob, Address, Cancel, Drop, Pause, Unpause
 from broker.streams.jobs import Ending, Job, JobTable, Stage
 from broker.streams.lane import ReplyError
 from broker.streams.link import Link
@@ -52,12 +52,20 @@ class Counters:
 class DoorState:
     """The door's jobs, capacity and health."""
 
-    def __init__(self, config: BrokerConfig, redis: RedisConfig, text: Address, ledger: Address):
+    def __init__(
+        self,
+        config: BrokerConfig,
+        redis: RedisConfig,
+        door: Address,
+        text: Address,
+        ledger: Address,
+    ) -> None:
         self.config = config
         self.redis = redis
         self.keys = Keys(config.queue)
         self.streams = (self.keys.jobs("high"), self.keys.jobs(), self.keys.jobs("low"))
         self.worker = config.worker
+        self.door = door
         self.text = text
         self.ledger = ledger
         self.link: Link  # set by the door, which owns its callbacks
@@ -132,15 +140,15 @@ class DoorState:
         """The job is another worker's now: forget it without ack or event."""
         log.warning("job.fenced", job=job.id, attempt=job.attempt, why=why)
         self.counters.fenced += 1
-        if job.stage in (Stage.RUNNING, Stage.ENDING):
-            self.ledger.tell(Drop(job.id))
+        if job.stage is Stage.RUNNING:
+            self.tell_ledger(Drop, job)
         self.forget(job)
 
     def discard(self, job: Job, error: ReplyError) -> None:
         """A key of the job is not what it should be: out of the queue with it, others wait."""
         log.error("job.discarded", job=job.id, entry=job.entry, error=str(error))
         if job.stage is Stage.RUNNING:
-            self.ledger.tell(Drop(job.id))
+            self.tell_ledger(Drop, job)
         job.in_doubt = False
         job.flight = None
         job.ids, job.texts = [], []
@@ -156,10 +164,16 @@ class DoorState:
         """Somebody wants the job to end."""
         job.is_cancelled = True
         if job.stage is Stage.RUNNING:
-            self.ledger.tell(Cancel(job.id))
+            self.tell_ledger(Cancel, job)
 
     def pause(self, job: Job, wanted: bool) -> None:
         """Stop or resume generation, once."""
         if job.stage is Stage.RUNNING and job.is_paused != wanted:
             job.is_paused = wanted
-            self.ledger.tell(Pause(job.id) if wanted else Unpause(job.id))
+            self.tell_ledger(Pause if wanted else Unpause, job)
+
+    def tell_ledger(self, what: type[AboutJob], job: Job) -> None:
+        """About this job and no other: the id may be that of a later attempt, or of a job of the
+        other door, by now.
+        """
+        self.ledger.tell(what(job.id, door=self.door, attempt=job.attempt))

@@ -15,6 +15,7 @@ from broker.streams.lane import LinkLost
 from tests.redis_servers import RedisServer, ServerBinary
 from tests.streams_kit import Bus, Worker, open_bus, text_of, token_at, until
 from tokenbus.errors import Unsupported
+from tokenbus.keys import GROUP
 
 
 @pytest.fixture
@@ -78,6 +79,7 @@ async def test_a_zombie_cannot_write_and_forgets_its_job(bus: Bus) -> None:
     assert a.door.counters.fenced == 1
     assert bus.text(job) == text_of(3)
     assert bus.num_pending() == 1  # no ack from the zombie
+    assert not any(isinstance(message, Drop) for message in a.ledger.messages)  # it had ended
     await end(bus, b, job)
     bus.audit_queue()
 
@@ -89,7 +91,7 @@ async def test_a_hung_engine_loses_its_jobs_and_is_told_to_drop_them(bus: Bus) -
     b = await bus.worker("b")
     await until(lambda: job in b.ledger.runs)
     a.ledger.is_hung = False
-    await until(lambda: Drop(job) in a.ledger.messages)
+    await until(lambda: Drop(job, door=a.door, attempt=1) in a.ledger.messages)
     assert a.door.num_jobs == 0
     await end(bus, b, job)
 
@@ -216,6 +218,25 @@ async def test_an_entry_deleted_while_it_runs_still_ends_well(bus: Bus) -> None:
     assert bus.num_pending() == 0
 
 
+async def test_a_job_sent_again_after_its_entry_was_deleted_outlives_its_first_attempt(
+    bus: Bus,
+) -> None:
+    a = await bus.worker("a", lease_ms=600, renew_ms=200)
+    first = bus.client.xadd(bus.keys.jobs(), {"prompt": "hello", "job": "x", "max_tokens": 10})
+    await until(lambda: "x" in a.ledger.runs)
+    a.ledger.step("x", 3)
+    await until(lambda: bus.text("x") == text_of(3))
+    bus.client.xack(bus.keys.jobs(), GROUP, first)
+    bus.client.xdel(bus.keys.jobs(), first)
+    bus.submit(job="x", max_tokens=10)
+    await until(lambda: a.door.counters.fenced == 1)
+    await until(lambda: len(a.ledger.submits) == 2)
+    assert a.ledger.runs["x"].submit.attempt == 2
+    assert a.door.num_jobs == 1
+    await end(bus, a, "x")
+    bus.audit_queue()
+
+
 async def test_an_entry_delivered_into_a_broken_connection_is_found_again(bus: Bus) -> None:
     a = await bus.worker("a", lease_ms=2_000, renew_ms=500)
     job = bus.client.xadd("elsewhere" + bus.queue, {"a": "b"})  # an id nobody has
@@ -257,6 +278,23 @@ async def test_after_flushall_running_jobs_rebuild_their_reply(own_bus: Bus) -> 
     await until(lambda: bus.out(job)[: len(before)] == before)
     await end(bus, a, job)
     assert a.door.counters.restored == 1
+    bus.audit_queue()
+
+
+async def test_a_job_sent_again_after_flushall_goes_on_where_it_was(own_bus: Bus) -> None:
+    bus = own_bus
+    a = await bus.worker("a", lease_ms=600, renew_ms=200)
+    await run_some(bus, a, job="x")
+    entry = bus.state("x")["entry"]
+    bus.client.flushall()
+    a.ledger.step("x")
+    await until(lambda: bus.text("x") == text_of(4))
+    assert bus.state("x")["entry"] == entry
+    bus.submit(job="x", max_tokens=10)
+    await until(lambda: a.door.counters.fenced == 1)
+    await until(lambda: len(a.ledger.submits) == 2)
+    assert a.ledger.runs["x"].submit.attempt == 2
+    await end(bus, a, "x")
     bus.audit_queue()
 
 
