@@ -82,7 +82,7 @@ def build(config: BrokerConfig, loop: asyncio.AbstractEventLoop, monitor: Monito
         addresses["redis"] = without_password(config.redis.url)
     doors: list[Actor] = [door for door in (gateway, streams) if door is not None]
     for door in doors:
-        ledger.add_door(door)
+        ledger.add_door(door, fetches=door is streams)
     watch.look_at(Watched(ledger, monitor, gateway, streams))
     link.connect(ledger, (text, monitor))
     return Broker(system, link, ledger, tuple(doors), addresses)

@@ -208,7 +208,8 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many more jobs the ledger wants from the Redis door now (0: leave them in the stream)."""
+    """How many more jobs the ledger wants from the Redis door now (0: leave them in the stream).
+    Only doors that fetch their jobs are told."""
 
     slots: int
 

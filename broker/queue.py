@@ -120,8 +120,18 @@ class FairQueue:
         waiting = (self._tickets, self._returned)
         return [next(iter(tickets.values())) for tickets in waiting if tickets]
 
-    def admit(self, ticket: Ticket) -> int:
-        """Put a new job in line; returns how many were there before. Raises Busy at a limit."""
+    def admit(self, ticket: Ticket, *, limited: bool = True) -> int:
+        """Put a new job in line; returns how many were there before. Raises Busy at a limit, if it
+        is limited.
+        """
+        position = len(self._tickets)
+        if limited:
+            self._check_limits(ticket)
+        self._levels[ticket.priority].add(ticket)
+        self._count(ticket, 1)
+        return position
+
+    def _check_limits(self, ticket: Ticket) -> None:
         position = len(self._tickets)
         if position >= self._config.max_queued:
             message = f"the queue holds {position} jobs, its limit"
@@ -130,9 +140,6 @@ class FairQueue:
         if limit and self._num_by_tenant.get(ticket.tenant, 0) >= limit:
             message = f"tenant {ticket.tenant!r} has {limit} jobs in the queue, its limit"
             raise Busy(message, field="tenant", retry_ms=self.retry_ms())
-        self._levels[ticket.priority].add(ticket)
-        self._count(ticket, 1)
-        return position
 
     def requeue(self, ticket: Ticket) -> None:
         """Put a job that ran before at the front."""

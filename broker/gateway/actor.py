@@ -24,7 +24,7 @@ from broker.gateway.sender import Sender
 from broker.gateway.sessions import Client, Peer
 from broker.gateway.shared import Wiring
 from broker.gateway.table import StreamTable
-from broker.messages import Address, Capacity, Drain, EngineState
+from broker.messages import Address, Drain, EngineState
 from broker.text.vocabulary import Vocabulary
 from tokenbus.bodies import (
     Hello,
@@ -104,7 +104,6 @@ class GatewayActor(Actor):
         self._from_actors: dict[type, Callable[[Any], None]] = {
             EngineState: self._on_engine_state,
             Drain: self._on_drain,
-            Capacity: lambda _: None,  # for doors that fetch jobs; clients bring theirs
         }
 
     def connect_relay(self, relay: Address) -> None:

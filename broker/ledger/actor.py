@@ -81,7 +81,7 @@ class LedgerActor(Actor):
         self._deadline_timer = DeadlineTimer(self, self._book.deadlines, self._end_overdue)
         self._flush_tally = self.guard(self._tally.flush)
         self._is_draining = False
-        self._reports = Reports(self._book.jobs, self._book.runs, self._metrics, engine_hang_ms)
+        self._reports = Reports(self._book, self._metrics, engine_hang_ms)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -103,8 +103,12 @@ class LedgerActor(Actor):
         """The tables; to look at, not to touch."""
         return self._book
 
-    def add_door(self, door: Address) -> None:
-        """A door to keep informed with `Capacity` and `EngineState`. Call before `start`."""
+    def add_door(self, door: Address, *, fetches: bool = False) -> None:
+        """A door to keep informed with `EngineState`, and with `Capacity` if it fetches its jobs:
+        then the limits of the queue are not for it. Call before `start`.
+        """
+        if fetches:
+            self._book.fetching.add(door)
         self._reports.add_door(door)
 
     def start(self) -> None:

@@ -7,6 +7,7 @@ or none of them while it is paused. Knows no messages of doors or engine.
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from broker.config import QueueConfig
 from broker.ledger.deadlines import Deadlines
@@ -24,6 +25,8 @@ class Book:
 
     def __init__(self, limits: QueueConfig, link: Address, tally: Tally) -> None:
         self.jobs: dict[str, Job] = {}
+        self.num_by_door: Counter[Address] = Counter()  # of the jobs
+        self.fetching: set[Address] = set()  # doors that bring what `Capacity` asked for
         self.queue = FairQueue(limits)
         self.runs = Runs(link)
         self.trials = Trials(limits.max_engine_kills)
@@ -47,8 +50,9 @@ class Book:
 
     def admit(self, job: Job) -> int:
         """A new job enters the queue; returns how many were before it. Raises Busy."""
-        position = self.queue.admit(job.ticket())
+        position = self.queue.admit(job.ticket(), limited=job.door not in self.fetching)
         self.jobs[job.name] = job
+        self.num_by_door[job.door] += 1
         self.runs.tenants.seen(job.tenant)
         if job.deadline_ns is not None:
             self.deadlines.add(job.name, job.deadline_ns)
@@ -134,3 +138,4 @@ class Book:
         self.deadlines.remove(job.name)
         job.move(JobState.ENDED)
         del self.jobs[job.name]
+        self.num_by_door[job.door] -= 1

@@ -131,6 +131,8 @@ class Bench:
         config = QueueConfig(**limits)
         self.ledger = LedgerActor(self.system, config, VOCABULARY, self.link)
         self.ledger.add_door(self.door)
+        self.fetcher = Door()
+        self.ledger.add_door(self.fetcher, fetches=True)
         self.step_id = 0
 
     async def tell(self, *messages: object) -> None:
@@ -386,17 +388,6 @@ async def test_a_full_queue_refuses_with_busy_and_keeps_what_it_has() -> None:
     assert await b.running() == ["a", "b"]
 
 
-async def test_the_door_is_told_how_many_jobs_are_wanted() -> None:
-    b = Bench()
-    await b.submit("a")
-    await b.tell(ENGINE)
-    await b.tell(RingState(is_full=True))
-    await b.tell(RingState(is_full=False))
-    await b.step({"a": 1}, a=Finish.LENGTH)
-    await b.crash()
-    assert b.door.slots == [0, 7, 0, 7, 8, 0]
-
-
 async def test_a_full_request_ring_holds_runs_back() -> None:
     b = Bench()
     await b.tell(ENGINE, RingState(is_full=True))
@@ -646,7 +637,7 @@ async def test_drain_releases_the_queue_finishes_the_running_and_refuses_new_job
     refused = b.door.answers["new"][0]
     assert isinstance(refused, Refused)
     assert refused.error.code == "draining"
-    assert b.door.slots[-1] == 0
+    assert b.fetcher.slots[-1] == 0
     await b.step(dict.fromkeys(names[:6], 1), **dict.fromkeys(names[:6], Finish.LENGTH))
     assert b.ledger.drained.is_set()
     assert all(isinstance(b.door.end(name), Done) for name in names[:6])
