@@ -129,9 +129,13 @@ class Job:
         by_token = ids[-1] in self.stop_ids and len(ids) >= self.prepared.min_tokens
         self.detokenizer.feed(ids[:-1] if by_token else ids)
         if by_token or self.detokenizer.is_stopped:
-            self.detokenizer.flush()
-            return "stop"
-        return "length" if len(ids) >= self.prepared.max_tokens else None
+            reason: Reason = "stop"
+        elif len(ids) >= self.prepared.max_tokens:
+            reason = "length"
+        else:
+            return None
+        self.detokenizer.flush()  # went out with the last token
+        return reason
 
     def take_tokens(self, finish: int, now_ns: int) -> Tokens | None:
         """Turn the fresh ids into one event. Ids after a completed stop string are dropped.

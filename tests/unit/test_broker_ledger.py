@@ -440,6 +440,7 @@ async def test_tenants_are_separated_in_the_prefix_cache() -> None:
     ("prefix", "options", "reason"),
     [
         ([0, 1, 2], {"max_tokens": 3}, "length"),
+        ([0, 1, 2], {"max_tokens": 3, "stop": ("cd",)}, "length"),  # "c" was held back, then shown
         ([0, 9], {"stop_ids": (9,)}, "stop"),
         ([0, 1, 3], {"stop": ("bd",)}, "stop"),
     ],
