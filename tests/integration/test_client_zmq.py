@@ -11,9 +11,11 @@ import pytest
 
 from tests.integration.fake_worker import FakeWorker
 from tokenbus import AsyncClient, Timeouts, TokenbusError, zmq_job
+from tokenbus.bodies import error_to_body
 from tokenbus.errors import (
     BusUnavailable,
     Busy,
+    Conflict,
     EngineLost,
     Gone,
     InvalidField,
@@ -222,6 +224,102 @@ async def test_a_new_connection_to_the_same_worker_resumes(
     await worker.tokens(("j", 2, [6], "b"))
     await worker.done("j", [5, 6])
     assert await reading == "ab"
+
+
+async def test_a_submit_that_a_restarted_worker_never_read_is_sent_again() -> None:
+    """The connection to the new worker broke before it read the SUBMIT."""
+    async with (
+        orphaned() as (first, reading),
+        FakeWorker(boot="boot-2", port=first.port) as second,
+    ):
+        lost = await second.expect(T.SUBMIT)
+        await second.error(NoSession("who are you?"))
+        assert (await second.expect(T.SUBMIT)).body == lost.body
+        await finish(second)
+        assert await reading == "abc"
+
+
+async def test_a_job_that_the_worker_forgot_is_submitted_again_from_the_tokens_here(
+    worker: FakeWorker, client: AsyncClient
+) -> None:
+    reading = await begun(worker, client)
+    for _ in range(2):  # once after each WELCOME
+        await worker.error(NoSession("who are you?"))
+        await worker.expect(T.RESUME)
+        await worker.error(UnknownJob("never heard of it"), job="j")
+        submit = await worker.expect(T.SUBMIT)
+        assert (submit.body["seed"], submit.body["have"]) == (7, [5])
+        await worker.accept("j", seq=1)
+    await worker.tokens(("j", 3, [7], "c"))
+    await worker.expect(T.RESUME)
+    await worker.error(UnknownJob("never heard of it"), job="j")
+    with pytest.raises(UnknownJob):
+        await reading
+
+
+async def test_a_durable_job_that_redis_lost_is_not_submitted_again(
+    worker: FakeWorker, client: AsyncClient
+) -> None:
+    reading = await begun(worker, client, durable=True)
+    await worker.error(NoSession("who are you?"))
+    await worker.expect(T.RESUME)
+    await worker.error(UnknownJob("never heard of it"), job="j")
+    with pytest.raises(UnknownJob):
+        await reading
+
+
+async def test_a_forgotten_job_that_is_being_cancelled_is_not_submitted_again(
+    worker: FakeWorker, client: AsyncClient
+) -> None:
+    reading = await begun(worker, client)
+    cancelling = asyncio.create_task(client.cancel("j"))
+    await worker.expect(T.CANCEL)
+    await worker.error(NoSession("who are you?"))
+    await worker.expect(T.CANCEL)
+    for _ in range(2):
+        await worker.error(UnknownJob("never heard of it"), job="j")
+    for task in (reading, cancelling):
+        with pytest.raises(UnknownJob):
+            await task
+    await worker.settle()
+    assert worker.heard.count(T.SUBMIT) == 1
+
+
+async def test_a_question_asked_before_the_job_was_submitted_does_not_end_it(
+    worker: FakeWorker, client: AsyncClient
+) -> None:
+    asking = asyncio.create_task(client.status("j"))
+    await worker.expect(T.STATS)
+    reading = asyncio.create_task(collect(client))
+    await worker.expect(T.SUBMIT)
+    await worker.error(UnknownJob("never heard of it"), job="j")
+    with pytest.raises(UnknownJob):
+        await asking
+    await worker.accept("j")
+    await worker.done("j", [])
+    assert await reading == ""
+
+
+@pytest.mark.parametrize("is_running", [True, False], ids=["which runs", "just sent"])
+async def test_a_conflict_with_a_job_is_no_end_of_it(
+    is_running: bool, worker: FakeWorker, client: AsyncClient
+) -> None:
+    first = asyncio.create_task(collect(client))
+    await worker.expect(T.SUBMIT)
+    if is_running:
+        await worker.accept("j")
+        await worker.settle()
+    second = asyncio.create_task(client.generate("other", job="j").text())
+    await worker.expect(T.SUBMIT)
+    conflict = Conflict("job 'j' is another request", field="job")
+    await worker.send(T.REJECTED, error_to_body(conflict, job="j"))
+    with pytest.raises(Conflict):
+        await second
+    if not is_running:
+        await worker.accept("j")
+    await worker.tokens(("j", 1, [5], "a"))
+    await worker.done("j", [5])
+    assert await first == "a"
 
 
 @pytest.mark.parametrize("retry_ms", [20, None], ids=["when it says", "after a while"])

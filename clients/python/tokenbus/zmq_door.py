@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
-from typing import Any
 
 import zmq
 
@@ -22,7 +20,6 @@ from tokenbus.bodies import (
     done_from_body,
     error_from_body,
     failed_from_body,
-    get_int,
     get_str,
     tokens_from_body,
 )
@@ -34,8 +31,8 @@ from tokenbus.protocol import Message, MessageType
 from tokenbus.request import JobRequest
 from tokenbus.retry import Backoff
 from tokenbus.stream import Job
-from tokenbus.zmq_job import ZmqJob
-from tokenbus.zmq_questions import Questions
+from tokenbus.zmq_job import ZmqJob, accept, reject
+from tokenbus.zmq_questions import Questions, status_from_body
 from tokenbus.zmq_session import ZmqSession
 
 DEFAULT_CREDIT = 4_096
@@ -193,11 +190,11 @@ class ZmqDoor:
             self._on_tokens(message)
         elif kind is MessageType.ACCEPTED:
             accepted = Accepted.from_body(body)
-            for follower in self._jobs.get(accepted.job, ()):
-                follower.on_accepted(accepted, self._worker)
+            accept(self._jobs.get(accepted.job, ()), accepted, self._worker)
         elif kind is MessageType.REJECTED:
-            for follower in self._jobs.pop(get_str(body, "job"), ()):
-                follower.on_rejected(error_from_body(body))
+            name = get_str(body, "job")
+            reject(self._jobs.get(name, ()), error_from_body(body))
+            self._sweep(name)
         elif kind is MessageType.DONE:
             done = done_from_body(body)
             for follower in self._jobs.get(done.job, ()):
@@ -208,7 +205,7 @@ class ZmqDoor:
         elif kind is MessageType.ERROR:
             self._on_error(message)
         elif kind is MessageType.STATS and "job" in body:
-            self._questions.answer(MessageType.STATS, _status_from_body(body))
+            self._questions.answer(MessageType.STATS, status_from_body(body))
 
     def _on_tokens(self, message: Message) -> None:
         events = tokens_from_body(message.body)
@@ -225,6 +222,7 @@ class ZmqDoor:
         failed = failed_from_body(message.body)
         name, error = failed.job, failed.error
         is_busy = isinstance(error, Busy) and "attempt" not in message.body  # the job is as it was
+        is_unwanted = self._questions.is_open(MessageType.CANCEL, name)
         if is_busy or isinstance(error, UnknownJob):
             self._questions.refuse(name, error)
         elif not isinstance(error, Gone):  # that is about a RESUME
@@ -233,6 +231,8 @@ class ZmqDoor:
         for follower in self._jobs.get(name, ()):
             if is_busy:
                 follower.on_busy(error.retry_ms)
+            elif isinstance(error, UnknownJob):
+                follower.on_unknown(error, is_unwanted)
             elif follower.is_resuming or not isinstance(error, Gone):
                 follower.job.fail(error)
         self._sweep(name)
@@ -274,15 +274,3 @@ class ZmqDoor:
         for follower in self._jobs.get(name, ()):
             if follower.job.is_over:
                 self.forget(follower.job)
-
-
-def _status_from_body(body: Mapping[str, Any]) -> JobStatus:
-    return JobStatus(
-        job=get_str(body, "job"),
-        state=get_str(body, "state"),
-        attempt=get_int(body, "attempt", 0),
-        seq=get_int(body, "seq", 0),
-        worker=get_str(body, "worker", ""),
-        reason=get_str(body, "reason", ""),
-        code=get_str(body, "code", ""),
-    )

@@ -2,7 +2,8 @@
 
 new --submit--> submitted --ACCEPTED--> running --DONE, ERROR--> over
                     ^                     | hole, new connection: RESUME
-                    +--- new worker ------+
+                    +--- new worker, or --+
+                         it forgot the job
 
 A job that waits in the queue, or whose prompt is being read, has nothing to send: silence after a
 RESUME is no fault. RESUME is repeated where a hole is known, and at last given up, and where the
@@ -12,12 +13,12 @@ worker said that it is busy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tokenbus.assemble import Verdict
 from tokenbus.bodies import Accepted, Resume
-from tokenbus.errors import EngineLost, ProtocolError, TokenbusError
+from tokenbus.errors import Conflict, EngineLost, ProtocolError, TokenbusError
 from tokenbus.events import Done, Started, Tokens
 from tokenbus.parse import build_submit
 from tokenbus.protocol import MessageType
@@ -41,9 +42,16 @@ class ZmqJob:
         self._seed: int | None = None  # the one in use, told by ACCEPTED
         self._has_hole = False  # something came that does not follow the last token
         self._is_resuming = False
+        self._is_asked = False  # SUBMIT was sent, or is to be sent, and not answered yet
+        self._was_unknown = False  # since the last WELCOME
         self._asks_again: asyncio.TimerHandle | None = None  # the worker was too busy for RESUME
         self._num_resumes = 0  # since the hole is known
         self._resumed_s = 0.0
+
+    @property
+    def is_asked(self) -> bool:
+        """SUBMIT has no answer yet from the worker that is there now."""
+        return self._is_asked
 
     @property
     def is_resuming(self) -> bool:
@@ -56,6 +64,7 @@ class ZmqJob:
         """
         request = self.job.request
         assert request is not None, f"job {self.job.name} was not opened here"
+        self._is_asked = True
         body, blobs = build_submit(self._continued(request))
         self._send(MessageType.SUBMIT, body, blobs)
 
@@ -79,24 +88,31 @@ class ZmqJob:
     def pick_up(self, is_same_worker: bool) -> None:
         """After a WELCOME: go on where the last connection ended."""
         self._forget_hole()
+        self._was_unknown = False
         request = self.job.request
-        was_accepted = self.job.accepted.done()
-        if request is None or (was_accepted and (is_same_worker or request.durable)):
+        is_known = is_same_worker or (request is not None and request.durable)
+        if request is None or (is_known and not self._is_asked):
             self.resume()
-            return
-        try:
-            self.submit()
-        except TokenbusError as error:  # this worker's limits are lower
-            self.job.fail(error)
+        else:
+            self._submit_again()
+
+    def has_same_content(self, other: ZmqJob) -> bool:
+        """Whether a worker takes both requests for one job."""
+        mine, others = self.job.request, other.job.request
+        return mine is others or (
+            mine is not None and others is not None and _is_same(mine, others)
+        )
 
     def on_accepted(self, accepted: Accepted, worker: str) -> None:
         """The worker has the job."""
+        self._is_asked = False
         self._seed = accepted.seed
         name, attempt = accepted.job, accepted.attempt
         self.job.on_started(Started(name, attempt, worker, accepted.seed, accepted.prompt_tokens))
 
     def on_rejected(self, error: TokenbusError) -> None:
         """The worker does not take the job, or not what is left of it."""
+        self._is_asked = False
         if error.field.startswith("have"):
             error = EngineLost("the worker was restarted and cannot continue the job")
         self.job.fail(error)
@@ -111,6 +127,19 @@ class ZmqJob:
         self._drop_timer()
         delay_s = RESUME_AGAIN_S if retry_ms is None else retry_ms / 1_000
         self._asks_again = self._loop.call_later(delay_s, self._ask_again)
+
+    def on_unknown(self, error: TokenbusError, is_unwanted: bool) -> None:
+        """The worker has forgotten the job. is_unwanted: somebody wants it cancelled."""
+        request = self.job.request
+        if self._is_asked:
+            return  # it did not know the job before it read SUBMIT
+        can_go_on = request is not None and not request.durable and not is_unwanted
+        if self._is_resuming and can_go_on and not self._was_unknown:
+            self._was_unknown = True
+            self._forget_hole()
+            self._submit_again()
+        else:
+            self.job.fail(error)
 
     def on_tokens(self, event: Tokens) -> None:
         """Hand out new tokens; ask for missing ones."""
@@ -140,6 +169,12 @@ class ZmqJob:
             self._is_resuming = False
             self.resume()
 
+    def _submit_again(self) -> None:
+        try:
+            self.submit()
+        except TokenbusError as error:  # this worker's limits are lower
+            self.job.fail(error)
+
     def _drop_timer(self) -> None:
         if self._asks_again is not None:
             self._asks_again.cancel()
@@ -165,3 +200,32 @@ class ZmqJob:
             return request
         params = replace(request.params, seed=self._seed)
         return replace(request, params=params, have=tuple(self.job.assembler.ids))
+
+
+def _is_same(one: JobRequest, other: JobRequest) -> bool:
+    """By what workers compare: all but `have` and `deadline_ms`."""
+    return replace(one, have=(), deadline_ms=None) == replace(other, have=(), deadline_ms=None)
+
+
+def accept(row: Sequence[ZmqJob], accepted: Accepted, worker: str) -> None:
+    """ACCEPTED, to the readers of a job: for the SUBMIT that came first, and those with the same
+    content.
+    """
+    first = next((follower for follower in row if follower.is_asked), None)
+    for follower in row:
+        if first is None or not follower.is_asked or follower.has_same_content(first):
+            follower.on_accepted(accepted, worker)
+
+
+def reject(row: Sequence[ZmqJob], error: TokenbusError) -> None:
+    """REJECTED, to the readers of a job: for one SUBMIT without an answer. What runs already goes
+    on.
+    """
+    asked = [follower for follower in row if follower.is_asked]
+    if not asked:
+        return
+    # In conflict is what came later, if there is something else before it.
+    refused = asked[-1 if isinstance(error, Conflict) else 0]
+    for follower in asked:
+        if follower.has_same_content(refused):
+            follower.on_rejected(error)

@@ -7,7 +7,10 @@ A question is sent again after each WELCOME for as long as somebody waits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
+from tokenbus.bodies import get_int, get_str
 from tokenbus.errors import TokenbusError
 from tokenbus.events import JobStatus
 from tokenbus.protocol import MessageType
@@ -60,3 +63,16 @@ class Questions:
         """There is no worker to ask any more."""
         for _, name in self.open():
             self.refuse(name, error)
+
+
+def status_from_body(body: Mapping[str, Any]) -> JobStatus:
+    """What STATS says of a job. Raises BadFrame."""
+    return JobStatus(
+        job=get_str(body, "job"),
+        state=get_str(body, "state"),
+        attempt=get_int(body, "attempt", 0),
+        seq=get_int(body, "seq", 0),
+        worker=get_str(body, "worker", ""),
+        reason=get_str(body, "reason", ""),
+        code=get_str(body, "code", ""),
+    )
