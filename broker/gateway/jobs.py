@@ -102,6 +102,9 @@ class Jobs:
         if request.durable:
             self._submit_durable(client, request)
             return
+        if request.idempotency_key is not None:
+            message = "idempotency_key: it needs `durable`; here the job id says what is the same"
+            raise Unsupported(message, field="idempotency_key")
         stream = Stream(request.job, client, request, request.tenant, self._wiring.ledger)
         if request.deadline_ms is not None:
             stream.deadline_ns = time.monotonic_ns() + request.deadline_ms * 1_000_000

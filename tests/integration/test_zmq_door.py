@@ -168,6 +168,7 @@ BAD_SUBMITS: list[tuple[str, dict[str, Any], str, str]] = [
     ("no number", {"prompt": "a", "frequency_penalty": "1"}, "invalid", "frequency_penalty"),
     ("logprobs", {"prompt": "a", "logprobs": 5}, "unsupported", "logprobs"),
     ("n", {"prompt": "a", "n": 2}, "unsupported", "n"),
+    ("a key", {"prompt": "a", "idempotency_key": "k"}, "unsupported", "idempotency_key"),
     ("durable without Redis", {"prompt": "a", "durable": True}, "unsupported", "durable"),
     ("a blob that is not there", {"input_ids_blob": 0}, "invalid", "input_ids_blob"),
     ("have without seed", {"prompt": "a", "have": [1]}, "invalid", "seed"),
