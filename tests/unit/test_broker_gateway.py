@@ -316,15 +316,25 @@ def test_the_digest_differs_with_everything_that_decides_the_answer(other: dict[
     assert digest_of(JobRequest(**{**base, **other})) != same
 
 
+def barks_at(watchdog: Watchdog, from_s: int, to_s: int) -> int | None:
+    """Look each second; when it is found hung."""
+    return next((now_s for now_s in range(from_s, to_s) if watchdog.is_hung(now_s)), None)
+
+
 def test_the_watchdog_barks_after_silence_but_not_at_long_steps_or_while_loading() -> None:
     watchdog = Watchdog(hang_s=60)
-    assert not watchdog.is_hung(1_000)
+    assert barks_at(watchdog, 900, 1_000) is None
     watchdog.ready(1_000)
-    assert not watchdog.is_hung(1_060)
-    assert watchdog.is_hung(1_061)
+    assert barks_at(watchdog, 1_000, 1_100) == 1_061
     watchdog.heard(1_061)
     watchdog.note_step(20_000_000)
-    assert not watchdog.is_hung(1_261)
-    assert watchdog.is_hung(1_262)
+    assert barks_at(watchdog, 1_062, 1_300) == 1_262
     watchdog.forget()
-    assert not watchdog.is_hung(9_999)
+    assert barks_at(watchdog, 1_263, 1_500) is None
+
+
+def test_a_watchdog_that_was_frozen_itself_begins_anew() -> None:
+    watchdog = Watchdog(hang_s=60)
+    watchdog.ready(1_000)
+    assert barks_at(watchdog, 1_001, 1_010) is None
+    assert barks_at(watchdog, 5_000, 5_100) == 5_061
