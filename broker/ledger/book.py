@@ -98,7 +98,7 @@ class Book:
             if ticket is None:
                 break
             runs.start(self.jobs[ticket.job], solo=False)
-        if len(queue) and runs.is_up and not runs.num_free:
+        if len(queue) > runs.num_closing and runs.is_up and not runs.num_free:
             self._evict_paused()
 
     def _evict_paused(self) -> None:

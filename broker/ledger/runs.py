@@ -39,6 +39,11 @@ class Runs:
         return len(self.by_rid) + len(self._closing)
 
     @property
+    def num_closing(self) -> int:
+        """Places that get free as soon as the engine confirms an abort."""
+        return len(self._closing)
+
+    @property
     def num_free(self) -> int:
         """How many more runs the engine should get now."""
         if not self.is_up or self.is_ring_full:

@@ -491,6 +491,19 @@ async def test_a_paused_run_keeps_its_place_until_another_job_needs_it() -> None
     assert "j0" not in b.door.events
 
 
+async def test_one_waiting_job_costs_one_paused_run_its_place_however_long_that_takes() -> None:
+    b = Bench()
+    await b.tell(ENGINE)
+    await b.submit(*(f"j{i}" for i in range(6)))
+    await b.tell(Pause("j0"), Pause("j1"), Pause("j2"))
+    await b.submit("next")
+    await b.step({"j3": 1})
+    await b.step({"j3": 1})
+    assert b.link.aborted == [b.rid("j0")]
+    await b.submit("more")
+    assert b.link.aborted == [b.rid("j0"), b.rid("j1")]
+
+
 async def test_a_job_paused_in_the_queue_waits_and_can_be_cancelled() -> None:
     b = Bench()
     await b.submit("j", "k")
