@@ -69,6 +69,7 @@ MEANINGS = {
     "redis.lost": "Redis does not answer",
     "redis.refused": "Redis refuses commands; the door is not ready until it takes them",
     "relay.bad_entry": "a reply stream holds something that no worker wrote",
+    "relay.bad_key": "a reply that a client follows is no stream; only its job fails there",
     "reply.restored": "a reply stream was written again after Redis lost it",
     "ring.corrupt": "a ring holds what the engine cannot have written; the engine is dropped",
     "runner.huge_pages": "weights of the CPU engine moved onto huge pages while idle",

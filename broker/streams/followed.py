@@ -5,6 +5,7 @@ connection repeats nothing and leaves nothing out.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -79,18 +80,43 @@ class FollowedReplies:
                     *(followed.cursor for followed in active.values()),
                     timeout_s=block_ms / 1000 + BLOCK_MARGIN_S,
                 )
+                state.clear_trouble("follow")
             except LinkLost:
                 await asyncio.sleep(0.01)
                 continue
             except ReplyError as error:
-                if not error.is_no_group:
-                    state.report_trouble("relay", error)
-                await asyncio.sleep(RETRY_S)
+                await self._on_refused(active, error)
                 continue
             for name, entries in reply or []:
                 job = names[name.decode()]
                 if self._followed.get(job) is active[job]:  # and not from elsewhere by now
                     self._deliver(job, active[job], entries)
+
+    async def _on_refused(self, active: Mapping[str, _Followed], error: ReplyError) -> None:
+        """One key that is no stream makes Redis refuse to read all of them: leave those out."""
+        num_bad = 0
+        if error.is_about_one_job:
+            with suppress(LinkLost):
+                num_bad = await self._drop_bad(active)
+        elif not error.is_no_group:
+            self._state.report_trouble("follow", error)
+        if not num_bad:
+            await asyncio.sleep(RETRY_S)
+
+    async def _drop_bad(self, active: Mapping[str, _Followed]) -> int:
+        """Raises LinkLost."""
+        commands = [("XLEN", self._state.keys.out(job)) for job in active]
+        replies = await self._state.link.relay.run(commands)
+        num_bad = 0
+        for (job, followed), reply in zip(active.items(), replies, strict=True):
+            if isinstance(reply, ReplyError) and reply.is_about_one_job:
+                num_bad += 1
+                log.error("relay.bad_key", job=job, error=str(reply))
+                if self._followed.get(job) is followed:
+                    self.drop(job)
+                    failed = Failed(job, 0, followed.after, Internal("the reply is damaged"))
+                    followed.door.tell(Publish([failed]))
+        return num_bad
 
     async def _idle(self) -> None:
         """Wait for something to follow, without letting the server close the lane meanwhile."""

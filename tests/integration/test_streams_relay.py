@@ -167,3 +167,20 @@ async def test_a_relay_over_broken_connections_repeats_and_loses_nothing(
     assert len(worker.ledger.submits) == 5
     await front.stop()
     await proxy.close()
+
+
+async def test_a_reply_key_of_the_wrong_type_costs_only_its_own_follower(bus: Bus) -> None:
+    worker = await bus.worker()
+    good, bad = OtherDoor(), OtherDoor()
+    bus.client.set(bus.keys.out("bad"), "a string")
+    worker.door.tell(Follow("bad", bad, 3))
+    worker.door.tell(SubmitDurable(request("j"), good))
+    await until(lambda: "j" in worker.ledger.runs)
+    worker.ledger.step("j", 10)
+    worker.ledger.finish("j")
+    await until(lambda: good.end)
+    assert good.text == text_of(10)
+    failed = await until(lambda: bad.end)
+    assert isinstance(failed, Failed)
+    assert (failed.error.code, failed.seq) == ("internal", 3)
+    assert worker.monitor.is_ready
