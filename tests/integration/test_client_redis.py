@@ -14,7 +14,14 @@ import tokenbus.redis_door
 from tests.redis_servers import RedisServer
 from tokenbus import AsyncClient, Timeouts
 from tokenbus.entries import entry_id, event_to_entry
-from tokenbus.errors import BusUnavailable, InvalidField, Poisoned, ProtocolError, UnknownJob
+from tokenbus.errors import (
+    BusUnavailable,
+    Internal,
+    InvalidField,
+    Poisoned,
+    ProtocolError,
+    UnknownJob,
+)
 from tokenbus.events import Done, Event, Failed, JobStatus, Started, Tokens, Usage, crc32_of_ids
 from tokenbus.keys import Keys
 from tokenbus.parse import parse_entry
@@ -68,6 +75,19 @@ async def until(condition: Callable[[], Any]) -> Any:
         while not (value := condition()):
             await asyncio.sleep(0.005)
     return value
+
+
+async def test_a_key_that_is_no_stream_ends_its_own_job_only(
+    client: AsyncClient, writer: Writer
+) -> None:
+    writer.redis.set(writer.keys.out("bad"), "x")
+    writer.add(started("j"))
+    readings = [asyncio.create_task(client.tail(name).text()) for name in ("bad", "j")]
+    with pytest.raises(Internal, match="string"):
+        await readings[0]
+    writer.add(tokens("j", 1, 5, text="a"))
+    writer.add(done("j", 5))
+    assert await readings[1] == "a"
 
 
 async def test_a_job_is_an_entry_and_its_tokens_stream_back(

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 
-from tokenbus.errors import BusUnavailable
+from tokenbus.errors import BusUnavailable, Internal
 from tokenbus.redis_reader import RedisReader
 from tokenbus.stream import Job
 
@@ -31,6 +32,7 @@ class ScriptedRedis:
     def __init__(self) -> None:
         self._questions: asyncio.Queue[tuple[dict[bytes, bytes], asyncio.Future[Any]]]
         self._questions = asyncio.Queue()
+        self.types: dict[bytes, bytes] = {}
 
     async def xread(self, streams: dict[bytes, bytes], count: int, block: int) -> Any:
         answer = asyncio.get_running_loop().create_future()
@@ -40,6 +42,9 @@ class ScriptedRedis:
     async def asked(self) -> tuple[dict[bytes, bytes], asyncio.Future[Any]]:
         """The next question: from where each stream is read, and where its answer goes."""
         return await asyncio.wait_for(self._questions.get(), 10.0)
+
+    async def type(self, key: bytes) -> bytes:
+        return self.types.get(key, b"none")
 
     async def aclose(self) -> None:
         pass
@@ -115,3 +120,33 @@ async def test_a_second_reader_of_a_job_starts_from_the_beginning(
     answer.set_result([(KEY, [STARTED, tokens(1), tokens(2)])])
     await redis.asked()
     assert (seqs_of(first), seqs_of(second)) == ([1, 2], [1, 2])
+
+
+async def test_a_key_that_is_no_stream_ends_its_own_job_only(
+    redis: ScriptedRedis, reader: RedisReader
+) -> None:
+    bad, good = Job("bad", None), Job("j", None)
+    redis.types = {b"out:bad": b"string", KEY: b"stream"}
+    reader.add(b"out:bad", bad)
+    reader.add(KEY, good)
+    (await redis.asked())[1].set_exception(ResponseError("WRONGTYPE Operation against a key"))
+    question, answer = await redis.asked()
+    assert question == {KEY: b"0"}
+    answer.set_result([(KEY, [STARTED, tokens(1)])])
+    await redis.asked()
+    assert isinstance(bad.error, Internal)
+    assert (good.error, seqs_of(good)) == (None, [1])
+
+
+async def test_a_refusal_that_no_key_explains_is_tried_again(
+    redis: ScriptedRedis, reader: RedisReader
+) -> None:
+    """Somebody has mended the key meanwhile."""
+    job = Job("j", None)
+    reader.add(KEY, job)
+    (await redis.asked())[1].set_exception(ResponseError("WRONGTYPE Operation against a key"))
+    question, answer = await redis.asked()
+    assert question == {KEY: b"0"}
+    answer.set_result([(KEY, [STARTED, tokens(1)])])
+    await redis.asked()
+    assert (job.error, seqs_of(job)) == (None, [1])

@@ -8,7 +8,7 @@ UNBLOCK.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from redis import exceptions
@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from tokenbus.assemble import Verdict
 from tokenbus.entries import event_from_entry
-from tokenbus.errors import BusUnavailable, ProtocolError, TokenbusError
+from tokenbus.errors import BusUnavailable, Internal, ProtocolError, TokenbusError
 from tokenbus.events import Done, Failed, Started, Tokens
 from tokenbus.redis_link import LOST, AnyRedis
 from tokenbus.retry import Backoff
@@ -130,10 +130,33 @@ class RedisReader:
         self._has_new = False
         self._is_reading = True
         block_ms = BLOCK_MS if self._can_wake else _BLOCK_WITHOUT_WAKE_MS
-        reply: Any = await self._client.xread(streams, count=_COUNT, block=block_ms)
+        try:
+            reply: Any = await self._client.xread(streams, count=_COUNT, block=block_ms)
+        except exceptions.ResponseError as error:
+            self._is_reading = False
+            if not str(error).startswith("WRONGTYPE") or not await self._drop_others(streams):
+                raise
+            return
         self._is_reading = False
         for key, entries in reply or ():
             self._on_entries(bytes(key), entries)
+
+    async def _drop_others(self, keys: Iterable[bytes]) -> bool:
+        """Fail the jobs whose key is no stream: XREAD of all of them is refused for one. Whether
+        there was any.
+        """
+        found_any = False
+        for key in keys:
+            answer: Any = await self._client.type(key)
+            kind = bytes(answer).decode()
+            if kind in ("stream", "none"):
+                continue
+            found_any = True
+            name = key.decode()
+            followed = self._streams.pop(key, _Followed())
+            for job in followed.jobs:
+                job.fail(Internal(f"Redis ({self._name}): {name} is no stream but a {kind}"))
+        return found_any
 
     async def _wake(self) -> None:
         """Have the loop look at its jobs again, as soon as the server can be told."""
