@@ -101,6 +101,7 @@ async def run(config: BrokerConfig, status_fd: int | None) -> None:
         if len(drains) > 1 and why != "control":
             stop_now.set()
         elif len(drains) == 1:
+            monitor.write("draining", {"why": why})
             for actor in (*broker.doors, broker.ledger):
                 actor.tell(Drain(config.drain_ms))
 

@@ -1,7 +1,7 @@
 """What the broker reports to its supervisor: one JSON object a line on an inherited descriptor.
 
 `listening` (doors are open), `progress` (the engine loads), `ready` (engine and doors are, with
-every address), `not_ready` (why), `drained`. Knows no job.
+every address), `not_ready` (why), `draining` (why), `drained`. Knows no job.
 """
 
 from __future__ import annotations

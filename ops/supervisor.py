@@ -203,7 +203,10 @@ class Supervisor(Actor):
     # ------------------------------------------------------------ running
 
     def _on_status(self, data: dict[str, Any]) -> None:
-        if data.get("event") != "ready":
+        event = data.get("event")
+        if event == "draining" and self._state is State.RUNNING:
+            self._begin_drain("asked over the bus")
+        if event != "ready":
             self._on_event(Progress(data))
             return
         for slot in self._slots.values():
@@ -252,14 +255,18 @@ class Supervisor(Actor):
 
     def _on_stop(self, why: str) -> None:
         if self._state is State.RUNNING:
-            self._state = State.DRAINING
-            log.info("worker.draining", why=why, drain_s=self._drain_s)
+            self._begin_drain(why)
             self._signal("broker", signal.SIGTERM)
-            self.later(self._drain_s + DRAIN_MARGIN_S, self._drain_expired)
         elif self._state is State.DRAINING:
             log.warning("worker.stopping_now", why=why)
             self._signal("broker", signal.SIGKILL)
         self._continue_stop()
+
+    def _begin_drain(self, why: str) -> None:
+        """The broker drains, or is about to be told: engine and broker may end from now on."""
+        self._state = State.DRAINING
+        log.info("worker.draining", why=why, drain_s=self._drain_s)
+        self.later(self._drain_s + DRAIN_MARGIN_S, self._drain_expired)
 
     def _drain_expired(self) -> None:
         if self._state is State.DRAINING and self._is_running("broker"):

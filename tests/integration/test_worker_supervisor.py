@@ -142,6 +142,39 @@ async def test_a_broker_that_drained_by_itself_ends_the_worker(harnesses: list[H
     assert await harness.result() is ExitCode.OK
 
 
+async def test_an_engine_that_ends_in_a_drain_over_the_bus_is_not_started_again(
+    harnesses: list[Harness], tmp_path: Path
+) -> None:
+    """The broker says that it drains, tells the engine to end, and itself ends after it."""
+    pids = tmp_path / "pids"
+    engine = f"""
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+open({str(pids)!r}, "a").write(f"{{os.getpid()}}\\n")
+while True: signal.pause()
+"""
+    drain = f"""
+def drain(*_):
+    os.write(int(sys.argv[1]), b'{{"event": "draining"}}\\n')
+    pid = int(open({str(pids)!r}).read())
+    os.kill(pid, signal.SIGTERM)
+    while os.path.exists(f"/proc/{{pid}}"): time.sleep(0.01)
+    time.sleep(0.5)  # longer than the pause before a new start
+    sys.exit(0)
+import time
+"""
+    broker = drain + BROKER.replace("lambda *_: sys.exit(0)", "drain")
+    harness = Harness(spec("broker", broker), spec("engine", engine))
+    harnesses.append(harness)
+    ready = await harness.ready()
+    async with asyncio.timeout(20):
+        while not pids.exists() or not pids.read_text():
+            await asyncio.sleep(0.01)
+    os.kill(ready.pids["broker"], signal.SIGTERM)
+    assert await harness.result() is ExitCode.OK
+    assert len(pids.read_text().split()) == 1
+
+
 async def test_a_second_stop_does_not_wait_for_the_drain(harnesses: list[Harness]) -> None:
     harness = Harness(spec("broker", STUBBORN_BROKER), spec("engine", ENGINE), drain_s=600)
     harnesses.append(harness)
