@@ -44,8 +44,12 @@ export function dropTimer(followed: Followed): void {
   followed.asksAgain = undefined;
 }
 
-/** RESUME came at a bad time, such as before the worker had found its Redis: `resume` when it says, as long as it answers. */
+/**
+ * RESUME came at a bad time, such as before the worker had found its Redis: `resume` when it says, as long as it answers.
+ * It may also be the answer to somebody's CANCEL or STATS.
+ */
 export function onBusy(followed: Followed, retryMs: number | undefined, resume: () => void): void {
+  if (!followed.isResuming) return;
   followed.resumes = 0;
   dropTimer(followed);
   followed.asksAgain = setTimeout(() => {

@@ -283,13 +283,14 @@ export class ZmqDoor implements Door {
 
   #onError(row: Followed[], job: string, body: Body): void {
     const error = fromWire(body);
-    if (error.code === "not_found") {
+    const isBusy = error.code === "busy" && body["attempt"] === undefined; // the job is as it was
+    if (isBusy || error.code === "not_found") {
       for (const waiter of this.#waiters) if (waiter.job === job) this.#settle(waiter, () => waiter.reject(error));
-    } else {
+    } else if (error.code !== "gone") { // that is about a RESUME
       this.#answer("cancel", { ...toStatus(body), state: "failed" });
     }
     for (const followed of row) {
-      if (followed.isResuming && error.code === "busy") onBusy(followed, error.retryMs, () => this.#resume(followed));
+      if (isBusy) onBusy(followed, error.retryMs, () => this.#resume(followed));
       else if (followed.isResuming || error.code !== "gone") followed.stream.fail(error);
     }
   }

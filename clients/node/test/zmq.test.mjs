@@ -267,6 +267,38 @@ test("status and cancel of an unknown job throw not_found", () => withWorker(asy
   }
 }));
 
+for (const [call, type] of [["status", T.STATS], ["cancel", T.CANCEL]]) {
+  test(`a worker too busy for ${call} refuses it and the job goes on`, () => withWorker(async (worker, client) => {
+    const reading = read(client, { durable: true });
+    await worker.expect(T.SUBMIT);
+    await worker.accept("j");
+    const asking = client[call]("j");
+    asking.catch(() => {});
+    await worker.expect(type);
+    await worker.send(T.ERROR, { job: "j", code: "busy", retry: true, retry_ms: 500, message: "" });
+    await worker.settle();
+    await worker.tokens(["j", 1, [5], "a"]);
+    await worker.done("j", [5]);
+    await assert.rejects(asking, { code: "busy", retryMs: 500 });
+    assert.equal(await reading, "a");
+  }));
+}
+
+test("a refused RESUME is no answer to a cancel", () => withWorker(async (worker, client) => {
+  const tailing = client.tail("j", 99).text();
+  tailing.catch(() => {});
+  await worker.expect(T.RESUME);
+  let isCancelled = false;
+  const cancelling = client.cancel("j").then(() => (isCancelled = true));
+  await worker.expect(T.CANCEL);
+  await worker.send(T.ERROR, { job: "j", code: "gone", retry: false, message: "" });
+  await assert.rejects(tailing, { code: "gone" });
+  await worker.settle();
+  assert.equal(isCancelled, false);
+  await worker.done("j", [], { reason: "cancelled" });
+  await cancelling;
+}));
+
 test("submit returns when the job was taken and tail reads it", () => withWorker(async (worker, client) => {
   const submitting = client.submit({ prompt: "p", job: "j" });
   await worker.expect(T.SUBMIT);
