@@ -35,7 +35,6 @@ class ZmqConfig:
     retain_ms: int = 300_000  # finished jobs stay resumable
     retain_jobs: int = 1_000
     log_tokens_per_job: int = 65_536
-    default_credit: int = 4_096
     secret_key_file: str = ""  # CURVE; empty: clear text, loopback only
     allow_file: str = ""  # public keys that may connect
     allow_insecure_bind: bool = False

@@ -83,7 +83,9 @@ class Settings(BaseSettings):
         default=30.0, ge=0, le=3600, description="time running jobs get on shutdown"
     )
     engine_hang_ms: int = Field(
-        default=60_000, ge=1_000, description="an engine that is silent this long is killed"
+        default=60_000,
+        ge=1_000,
+        description="an engine silent this long, and for ten of its longest steps, is killed",
     )
     ring_bytes: int = Field(
         default=16 << 20, ge=1 << 16, description="size of each ring between broker and engine"

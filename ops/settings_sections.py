@@ -29,7 +29,9 @@ class StreamsSettings(Section):
         default=3, ge=1, description="attempts before a job goes to the dead stream"
     )
     queue_limit: int = Field(
-        default=100_000, ge=1, description="waiting entries before submit says busy"
+        default=100_000,
+        ge=1,
+        description="queued and running jobs before durable ZeroMQ jobs are refused",
     )
     block_ms: int = Field(default=1_000, ge=1, description="longest wait of one read")
     socket_timeout_ms: int = Field(
@@ -52,14 +54,13 @@ class GatewaySettings(Section):
     heartbeat_ms: int = Field(default=2_000, ge=100, description="ZeroMQ heartbeat interval")
     gone_ms: int = Field(default=30_000, ge=1_000, description="a client silent this long is gone")
     retain_ms: int = Field(
-        default=300_000, ge=0, description="finished jobs stay resumable this long"
+        default=300_000, ge=0, description="jobs stay resumable this long after their end was sent"
     )
-    retain_jobs: int = Field(default=1_000, ge=0, description="finished jobs kept for RESUME")
+    retain_jobs: int = Field(
+        default=1_000, ge=0, description="finished jobs kept for RESUME, of all clients"
+    )
     log_tokens_per_job: int = Field(
         default=65_536, ge=1, description="tokens of a job kept for RESUME"
-    )
-    default_credit: int = Field(
-        default=4_096, ge=1, description="tokens a client takes before CREDIT"
     )
     secret_key_file: str = Field(
         default="", description="CURVE secret key; empty: clear text, loopback"
@@ -73,7 +74,9 @@ class GatewaySettings(Section):
 class LimitsSettings(Section):
     """Admission and fairness."""
 
-    max_queued: int = Field(default=10_000, ge=1, description="jobs waiting in the broker")
+    max_queued: int = Field(
+        default=10_000, ge=1, description="waiting jobs beyond which ZeroMQ jobs are refused"
+    )
     max_queued_per_tenant: int = Field(
         default=0, ge=0, description="the same for one tenant; 0: no limit"
     )

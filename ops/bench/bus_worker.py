@@ -48,7 +48,7 @@ class BusWorker:
             model_name="fake",
             link_path=self.link_path,
             drain_ms=0,
-            zmq=ZmqConfig(f"ipc://{self.path}/zmq.sock", default_credit=1 << 30),
+            zmq=ZmqConfig(f"ipc://{self.path}/zmq.sock"),
             redis=self._redis,
             limits=QueueConfig(max_queued=self._max_queued),
             fake_vocab_size=VOCAB_SIZE,
