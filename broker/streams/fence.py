@@ -42,7 +42,7 @@ def fence_command(state: DoorState, job: Job, seed: int, *, may_be_suspect: bool
             *(GROUP, state.worker, job.entry, job.id, seed, job.prompt_tokens),
             *(redis.max_attempts, UNFINISHED_TTL_MS, redis.reply_ttl_ms),
             "" if request.deadline_ms is None else request.deadline_ms,
-            *(PROGRESS_TOKENS, keys.prefix, idem_ttl, int(may_be_suspect)),
+            *(PROGRESS_TOKENS, idem_ttl, int(may_be_suspect)),
             *(job.fingerprint, int(job.was_asked), redis.dead_max_len, request.tenant),
         ),
     )

@@ -198,6 +198,26 @@ async def test_an_idempotency_key_names_the_job_that_has_it(bus: Bus) -> None:
     bus.audit_queue()
 
 
+async def test_an_idempotency_key_outlives_the_reply_of_its_job(bus: Bus) -> None:
+    worker = await bus.worker()
+    worker.ledger.is_automatic = True
+    first = bus.submit(idempotency_key="order-1")
+    await until(lambda: bus.terminal(first))
+    bus.client.delete(bus.keys.job(first), bus.keys.out(first))  # as they are in an hour
+    second = bus.submit(idempotency_key="order-1")
+    error = await until(lambda: bus.terminal(second))
+    assert (error.get("code"), error.get("job")) == ("conflict", first)
+    assert len(worker.ledger.submits) == 1
+
+
+async def test_a_colon_in_tenant_or_idempotency_key_does_not_join_two_keys(bus: Bus) -> None:
+    worker = await bus.worker()
+    first = bus.submit(tenant="a:b", idempotency_key="c")
+    second = bus.submit(tenant="a", idempotency_key="b:c")
+    await until(lambda: len(worker.ledger.runs) == 2)
+    assert set(worker.ledger.runs) == {first, second}
+
+
 async def test_a_job_that_failed_for_now_frees_its_idempotency_key(bus: Bus) -> None:
     worker = await bus.worker()
     first = bus.submit(idempotency_key="k")

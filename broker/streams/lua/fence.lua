@@ -5,9 +5,9 @@
 --      6 idempotency key, or the job hash where there is none
 -- ARGV 1 group  2 worker  3 entry id  4 job id  5 seed offered  6 prompt tokens  7 max attempts
 --      8 TTL while unfinished, ms  9 reply TTL, ms  10 deadline after the entry's time, ms, or ''
---      11 tokens of progress that clear a job of suspicion  12 prefix of the queue's keys
---      13 idempotency TTL, s, or ''  14 1: a suspect may run now  15 fingerprint of the request
---      16 1: asked before without getting the answer  17 length of the dead stream  18 tenant
+--      11 tokens of progress that clear a job of suspicion  12 idempotency TTL, s, or ''
+--      13 1: a suspect may run now  14 fingerprint of the request
+--      15 1: asked before without getting the answer  16 length of the dead stream  17 tenant
 -- Returns {verdict, ...}:
 --   run | cancelled | deadline | dead, attempt, seed, last seq, crashes, ms to the deadline or ''
 --   lost: another worker owns the entry      finished: it had ended before; entry removed
@@ -24,16 +24,16 @@ local h = redis.call('HMGET', KEYS[1], 'entry', 'state', 'crashes', 'base', 'rel
 local attempt, seq, ended, fresh = top_of(KEYS[2])
 
 -- Did an earlier question take the attempt, and only its answer was lost?
-local is_taken = ARGV[16] == '1' and fresh and h[1] == where and h[2] == 'running'
+local is_taken = ARGV[15] == '1' and fresh and h[1] == where and h[2] == 'running'
   and h[6] == worker
 
 -- 1. another entry stands for the same job
 local active = h[2] == 'running' or h[2] == 'queued'
 if h[1] and h[1] ~= where and (ended or (active and is_alive(h[1], group))) then
   local verdict = 'duplicate'
-  if h[7] and h[7] ~= ARGV[15] then
+  if h[7] and h[7] ~= ARGV[14] then
     verdict = 'conflict'
-    bury(KEYS[5], ARGV[17], stream, entry, { 'job', job, 'worker', worker, 'attempts', 0,
+    bury(KEYS[5], ARGV[16], stream, entry, { 'job', job, 'worker', worker, 'attempts', 0,
       'code', 'conflict', 'reason', 'the job id is taken by another request' })
   end
   remove(stream, group, entry)
@@ -45,9 +45,9 @@ if ended then
 end
 
 -- 2. another job has the idempotency key
-if ARGV[13] ~= '' then
+if ARGV[12] ~= '' then
   local holder = redis.call('GET', KEYS[6])
-  if holder and holder ~= job and redis.call('EXISTS', ARGV[12] .. 'job:' .. holder) == 1 then
+  if holder and holder ~= job then  -- whose reply may be gone by now
     add(KEYS[2], false, (attempt + 1) .. '-' .. (seq + 1), { 'event', 'error', 'code', 'conflict',
       'message', 'idempotency_key is taken by job ' .. holder, 'field', 'idempotency_key',
       'retry', 'false', 'job', holder })
@@ -58,7 +58,7 @@ if ARGV[13] ~= '' then
     remove(stream, group, entry)
     return { 'taken', holder }
   end
-  redis.call('SET', KEYS[6], job, 'EX', ARGV[13])
+  redis.call('SET', KEYS[6], job, 'EX', ARGV[12])
 end
 
 -- 3. who is to blame for earlier attempts: a job that got far between two crashes is not
@@ -75,7 +75,7 @@ end
 if redis.call('EXISTS', KEYS[4]) == 1 then verdict = 'cancelled' end
 if verdict == 'run' and crashes >= tonumber(ARGV[7]) then verdict = 'dead' end
 if is_taken then return { verdict, attempt, h[8], seq, crashes, left } end
-if verdict == 'run' and crashes > 1 and ARGV[14] ~= '1' then return { 'suspect' } end
+if verdict == 'run' and crashes > 1 and ARGV[13] ~= '1' then return { 'suspect' } end
 
 -- 4. the fence
 attempt = attempt + 1
@@ -86,7 +86,7 @@ local added = add(KEYS[2], false, attempt .. '-0', { 'event', 'started', 'attemp
 if added ~= 'ok' then return { 'lost' } end
 redis.call('HSET', KEYS[1], 'state', 'running', 'entry', where, 'attempt', attempt,
   'worker', worker, 'crashes', crashes, 'base', seq, 'released', '0', 'prompt_tokens', ARGV[6],
-  'started_ms', now_ms(), 'fingerprint', ARGV[15], 'tenant', ARGV[18])
+  'started_ms', now_ms(), 'fingerprint', ARGV[14], 'tenant', ARGV[17])
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 return { verdict, attempt, seed, seq, crashes, left }

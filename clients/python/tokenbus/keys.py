@@ -10,7 +10,7 @@ Cluster and scripts may touch them together.
 | `tokenbus:{q}:out:<job>` | stream | `started`, `tokens`, `done` or `error`; ids `<attempt>-<seq>` | reply TTL after the end (default 1 h); a longer one while running |
 | `tokenbus:{q}:job:<job>` | hash | state, attempt, worker, seed, counts, times in server ms | as the out stream |
 | `tokenbus:{q}:cancel:<job>` | string `1` | a wish to cancel, seen by whoever picks the job up later | 24 h, set by the client |
-| `tokenbus:{q}:idem:<tenant>:<key>` | string | job id that this idempotency key belongs to | 24 h |
+| `tokenbus:{q}:idem:<tenant>:<key>` | string | job id that this idempotency key belongs to; `%3A` for `:` in the tenant | 24 h |
 | `tokenbus:{q}:control` | stream | `op` = cancel or drain, read by every worker | trimmed to about 1,000 entries |
 | `tokenbus:{q}:dead` | stream | jobs given up: whole request, reason, attempts | trimmed to about 10,000 entries |
 | `tokenbus:{q}:workers` | hash | worker id -> JSON: server time of the last sign of life, capacity, load, version | a worker removes itself and those silent for 5 min |
@@ -67,8 +67,10 @@ class Keys:
         return f"{self.prefix}cancel:{job}"
 
     def idempotency(self, tenant: str, key: str) -> str:
-        """String that holds the job id an idempotency key stands for."""
-        return f"{self.prefix}idem:{tenant}:{key}"
+        """String that holds the job id an idempotency key stands for. A colon in the tenant is
+        written `%3A`, or tenant `a:b` with key `c` would share it with tenant `a` and key `b:c`.
+        """
+        return f"{self.prefix}idem:{tenant.replace(':', '%3A')}:{key}"
 
     @property
     def control(self) -> str:
