@@ -24,6 +24,7 @@ from broker.gateway.shared import Wiring, accept_all, check_backlog, heir_of, re
 from broker.gateway.stream import Stream, StreamState
 from broker.gateway.table import StreamTable
 from broker.messages import (
+    AboutJob,
     Accepted,
     Address,
     Cancel,
@@ -103,8 +104,7 @@ class Jobs:
             self._submit_durable(client, request)
             return
         if request.idempotency_key is not None:
-            message = "idempotency_key: it needs `durable`; here the job id says what is the same"
-            raise Unsupported(message, field="idempotency_key")
+            raise Unsupported("idempotency_key: only with durable", field="idempotency_key")
         stream = Stream(request.job, client, request, request.tenant, self._wiring.ledger)
         if request.deadline_ms is not None:
             stream.deadline_ns = time.monotonic_ns() + request.deadline_ms * 1_000_000
@@ -129,7 +129,7 @@ class Jobs:
         if stream.state is StreamState.PREPARING and not isinstance(stream, RelayedStream):
             stream.is_cancelled = True
         else:
-            stream.owner.tell(Cancel(job))
+            self._tell_owner(Cancel, stream)
 
     def resume(self, client: Client, job: str, after: int) -> None:
         """Send from seq after + 1 to this client. Raises UnknownJob, Gone."""
@@ -171,14 +171,18 @@ class Jobs:
             elif stream.state is StreamState.PREPARING:
                 stream.is_cancelled = True
             else:
-                stream.owner.tell(Cancel(stream.job))
+                self._tell_owner(Cancel, stream)
         client.waiting.clear()
 
     def on_backlog(self, stream: Stream, is_over: bool) -> None:
         """A slow client: its job waits, nobody else's."""
         stream.is_paused = is_over
         if stream.state is not StreamState.ENDED:
-            stream.owner.tell(Pause(stream.job) if is_over else Unpause(stream.job))
+            self._tell_owner(Pause if is_over else Unpause, stream)
+
+    def _tell_owner(self, kind: type[AboutJob], stream: Stream) -> None:
+        """The ledger may have a job of another door under this id by now."""
+        stream.owner.tell(kind(stream.job, door=self._wiring.door))
 
     def _submit_durable(self, client: Client, request: JobRequest) -> None:
         if self._durable is None:
@@ -264,7 +268,7 @@ class Jobs:
         accept_all(self._sender, stream, message.queue_position)
         stream.seal()
         if stream.is_cancelled:
-            self._wiring.ledger.tell(Cancel(stream.job))
+            self._tell_owner(Cancel, stream)
 
     def _on_publish(self, message: Publish) -> None:
         find, sender = self._table.get, self._sender
