@@ -43,7 +43,7 @@ class Control:
         self._on_released = on_released
         self._on_drain = on_drain
         self._last_id = ""
-        self._queued: list[str] = []  # jobs to cancel that may be in a jobs stream
+        self._elsewhere: list[str] = []  # jobs to cancel that are not here
 
     async def catch_up(self) -> None:
         """On a fresh connection: find the end of the stream, or the wishes that were missed.
@@ -85,7 +85,7 @@ class Control:
             for entry, fields in reply[0][1] if reply else []:
                 self._last_id = entry.decode()
                 self._obey(dict(zip(fields[::2], fields[1::2], strict=True)))
-            await self._cancel_queued()
+            await self._cancel_elsewhere()
 
     def _obey(self, fields: dict[bytes, bytes]) -> None:
         op = fields.get(b"op", b"")
@@ -95,8 +95,8 @@ class Control:
             held = [job] if job else self._state.jobs.before_fence(job_id)
             for each in held:
                 self._state.cancel(each)
-            if not held and _ENTRY_ID.match(job_id):
-                self._queued.append(job_id)
+            if not held:
+                self._elsewhere.append(job_id)
         elif op == b"released":
             if fields.get(b"worker") != self._state.worker.encode():
                 self._on_released()
@@ -104,16 +104,21 @@ class Control:
             log.info("drain.requested")
             self._on_drain()
 
-    async def _cancel_queued(self) -> None:
-        """End queued jobs at once instead of when their turn comes."""
-        jobs, self._queued = self._queued, []
+    async def _cancel_elsewhere(self) -> None:
+        """End queued jobs at once instead of when their turn comes, and forget wishes that came
+        after the end.
+        """
+        jobs, self._elsewhere = self._elsewhere, []
         state, keys = self._state, self._state.keys
         done = Done("", 1, 0, "cancelled", "", Usage(), 0)
         fields = flat(event_to_entry(done))
         commands = [
             script(
                 "cancel",
-                (keys.job(job), keys.out(job), keys.cancel(job), *state.streams),
+                (
+                    *(keys.job(job), keys.out(job), keys.cancel(job)),
+                    *(state.streams if _ENTRY_ID.match(job) else ()),
+                ),
                 (GROUP, job, state.redis.reply_ttl_ms, *fields),
             )
             for job in jobs

@@ -20,7 +20,7 @@ def reject_command(state: DoorState, job: Job, error: TokenbusError) -> Command:
     keys = state.keys
     return script(
         "reject",
-        (keys.job(job.id), keys.out(job.id), job.stream),
+        (keys.job(job.id), keys.out(job.id), job.stream, keys.cancel(job.id)),
         (GROUP, state.worker, job.entry, state.redis.reply_ttl_ms, *failed_fields(error)),
     )
 

@@ -210,7 +210,7 @@ class Pickup:
         state, verdict = self._state, reply[0].decode()
         if verdict == "suspect":
             self._hold_suspect(job)
-        elif verdict in ("run", "cancelled", "deadline", "dead"):
+        elif verdict in ("run", "cancelled", "deadline", "dead", "emptied"):
             job.attempt, job.seed, seq, crashes = (int(value) for value in reply[1:5])
             self._name(job)
             chunks = await read_log(state, job) if seq else []
@@ -247,6 +247,8 @@ class Pickup:
         if verdict == "dead":
             died = f"the worker died {crashes} times while it ran this job"
             self._fail(job, Poisoned(died), dead=True)
+        elif verdict == "emptied":
+            self._fail(job, Internal("the reply stream was emptied while the job ran"))
         elif state.is_draining:
             state.end(job, Ending())
         elif (verdict != "run" or job.is_cancelled) and not job.log:

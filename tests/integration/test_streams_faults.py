@@ -237,6 +237,23 @@ async def test_a_job_sent_again_after_its_entry_was_deleted_outlives_its_first_a
     bus.audit_queue()
 
 
+async def test_a_job_whose_reply_was_emptied_by_hand_ends_with_an_error(bus: Bus) -> None:
+    a = await bus.worker("a", lease_ms=300, renew_ms=100)
+    job = await run_some(bus, a)
+    await a.kill()
+    bus.client.xtrim(bus.keys.out(job), maxlen=0, approximate=False)
+    bad = bus.keys.out("bad")
+    bus.client.xadd(bad, {"event": "started"}, id="5-0")
+    bus.client.xtrim(bad, maxlen=0, approximate=False)
+    await bus.worker("b", lease_ms=300, renew_ms=100)
+    error = await until(lambda: bus.terminal(job))
+    assert (error["code"], bus.out(job)[-1][0]) == ("internal", "2-1")
+    bus.submit(job="bad", temperature="hot")
+    error = await until(lambda: bus.terminal("bad"))
+    assert (error["code"], error["field"]) == ("invalid", "temperature")
+    bus.audit_queue()
+
+
 async def test_an_entry_delivered_into_a_broken_connection_is_found_again(bus: Bus) -> None:
     a = await bus.worker("a", lease_ms=2_000, renew_ms=500)
     job = bus.client.xadd("elsewhere" + bus.queue, {"a": "b"})  # an id nobody has

@@ -262,6 +262,27 @@ async def test_cancel_of_a_running_job_keeps_its_tokens(bus: Bus) -> None:
     bus.audit(job)
 
 
+async def test_a_cancel_after_the_end_does_not_reach_a_later_job_of_that_id(bus: Bus) -> None:
+    worker = await bus.worker()
+    bus.submit(job="again")
+    await until(lambda: "again" in worker.ledger.runs)
+    worker.ledger.finish("again")
+    await until(lambda: bus.terminal("again"))
+    cancel(bus, "again")
+    await until(lambda: not bus.client.exists(bus.keys.cancel("again")), timeout_s=3)
+    bus.client.delete(bus.keys.job("again"), bus.keys.out("again"))  # as they are in an hour
+    bus.submit(job="again")
+    await until(lambda: "again" in worker.ledger.runs)
+
+
+async def test_a_rejected_job_takes_its_cancel_mark_along(bus: Bus) -> None:
+    bus.submit(job="bad", temperature="hot")
+    cancel(bus, "bad")
+    await bus.worker()
+    await until(lambda: bus.terminal("bad"))
+    assert not bus.client.exists(bus.keys.cancel("bad"))
+
+
 async def test_a_deadline_that_passed_in_the_queue_runs_no_step(bus: Bus) -> None:
     job = bus.submit(deadline_ms=30)
     later = bus.submit(deadline_ms=60_000)

@@ -1,9 +1,17 @@
 -- End a queued job that no worker holds. Only for jobs that are named by their entry: others, and
 -- those in a `body`, which is not read here, are found by the cancel mark when they are picked up.
 --
--- KEYS 1 job hash  2 reply stream  3 cancel mark  4... jobs streams
+-- The mark of a job that has ended goes, or it would cancel a later job of that id.
+--
+-- KEYS 1 job hash  2 reply stream  3 cancel mark  4... jobs streams, if the job id is an entry id
 -- ARGV 1 group  2 entry id  3 reply TTL, ms  4... fields of the done entry
 -- Returns 1 if the job was ended here.
+local state = redis.call('HGET', KEYS[1], 'state')
+if state == 'done' or state == 'failed' then
+  redis.call('DEL', KEYS[3])
+  return 0
+end
+
 local function is_named_by(entry, fields)
   for i = 1, #fields, 2 do
     local name = fields[i]

@@ -40,6 +40,11 @@ local function top_of(out)
   return tonumber(attempt), tonumber(seq) or 0, event == 'done' or event == 'error', event == 'started'
 end
 
+-- Somebody took all entries out of a reply stream by hand: it refuses the ids it had.
+local function is_emptied(out)
+  return redis.call('EXISTS', out) == 1 and redis.call('XLEN', out) == 0
+end
+
 -- XADD that answers 'ok', 'fenced' (a later attempt has written) or 'gone' (no such stream).
 -- Any other error ends the script before anything else is written.
 local function add(out, must_exist, id, fields)

@@ -9,7 +9,7 @@
 --      13 1: a suspect may run now  14 fingerprint of the request
 --      15 1: asked before without getting the answer  16 length of the dead stream  17 tenant
 -- Returns {verdict, ...}:
---   run | cancelled | deadline | dead, attempt, seed, last seq, crashes, ms to the deadline or ''
+--   run | cancelled | deadline | dead | emptied (its tokens are lost), attempt, seed, last seq, crashes, ms to the deadline or ''
 --   lost: another worker owns the entry      finished: it had ended before; entry removed
 --   duplicate: another entry runs this job; entry removed    conflict: the same with another
 --   request, which is in the dead stream now    taken, job: that job has the idempotency key, the
@@ -20,8 +20,10 @@ local where = stream .. ' ' .. entry
 if owner_of(stream, group, entry) ~= worker then return { 'lost' } end
 
 local h = redis.call('HMGET', KEYS[1], 'entry', 'state', 'crashes', 'base', 'released', 'worker',
-  'fingerprint', 'seed')
+  'fingerprint', 'seed', 'attempt')
 local attempt, seq, ended, fresh = top_of(KEYS[2])
+local emptied = attempt == 0 and is_emptied(KEYS[2])
+if emptied then attempt = tonumber(h[9]) or 0 end
 
 -- Did an earlier question take the attempt, and only its answer was lost?
 local is_taken = ARGV[15] == '1' and fresh and h[1] == where and h[2] == 'running'
@@ -40,6 +42,7 @@ if h[1] and h[1] ~= where and (ended or (active and is_alive(h[1], group))) then
   return { verdict }
 end
 if ended then
+  redis.call('DEL', KEYS[4])
   remove(stream, group, entry)
   return { 'finished' }
 end
@@ -48,6 +51,7 @@ end
 if ARGV[12] ~= '' then
   local holder = redis.call('GET', KEYS[6])
   if holder and holder ~= job then  -- whose reply may be gone by now
+    if emptied then redis.call('DEL', KEYS[2]) end
     add(KEYS[2], false, (attempt + 1) .. '-' .. (seq + 1), { 'event', 'error', 'code', 'conflict',
       'message', 'idempotency_key is taken by job ' .. holder, 'field', 'idempotency_key',
       'retry', 'false', 'job', holder })
@@ -55,6 +59,7 @@ if ARGV[12] ~= '' then
       'finished_ms', now_ms())
     redis.call('PEXPIRE', KEYS[1], ARGV[9])
     redis.call('PEXPIRE', KEYS[2], ARGV[9])
+    redis.call('DEL', KEYS[4])
     remove(stream, group, entry)
     return { 'taken', holder }
   end
@@ -74,11 +79,13 @@ if ARGV[10] ~= '' then
 end
 if redis.call('EXISTS', KEYS[4]) == 1 then verdict = 'cancelled' end
 if verdict == 'run' and crashes >= tonumber(ARGV[7]) then verdict = 'dead' end
+if verdict == 'run' and emptied and attempt > 0 then verdict = 'emptied' end
 if is_taken then return { verdict, attempt, h[8], seq, crashes, left } end
 if verdict == 'run' and crashes > 1 and ARGV[13] ~= '1' then return { 'suspect' } end
 
 -- 4. the fence
 attempt = attempt + 1
+if emptied then redis.call('DEL', KEYS[2]) end  -- as large as the ids may be that it had
 redis.call('HSETNX', KEYS[1], 'seed', ARGV[5])
 local seed = redis.call('HGET', KEYS[1], 'seed')
 local added = add(KEYS[2], false, attempt .. '-0', { 'event', 'started', 'attempt', attempt,
