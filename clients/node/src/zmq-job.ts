@@ -1,5 +1,6 @@
 /** What the ZeroMQ door knows of one job, and the bodies about it. */
 
+import { isDeepStrictEqual } from "node:util";
 import type { Fields } from "./door.js";
 import { TokenbusError } from "./errors.js";
 import type { Body } from "./msgpack.js";
@@ -16,7 +17,8 @@ export interface Followed {
   fields: Fields | undefined; // undefined: submitted elsewhere
   openedMs: number;
   seed: number | undefined; // the one in use, told by ACCEPTED
-  isAccepted: boolean;
+  isAsked: boolean; // SUBMIT has no answer yet from the worker that is there now
+  wasUnknown: boolean; // to the worker, since the last WELCOME
   isResuming: boolean; // RESUME was sent and nothing new came since
   hasHole: boolean; // something came that does not follow the last token
   asksAgain: NodeJS.Timeout | undefined; // the worker was too busy for RESUME
@@ -27,9 +29,29 @@ export interface Followed {
 export function newFollowed(stream: JobStream, fields: Fields | undefined): Followed {
   const openedMs = performance.now();
   return {
-    stream, fields, openedMs, seed: undefined, isAccepted: false, isResuming: false, hasHole: false,
+    stream, fields, openedMs, seed: undefined, isAsked: false, wasUnknown: false, isResuming: false, hasHole: false,
     asksAgain: undefined, resumes: 0, resumedMs: 0,
   };
+}
+
+/** Whether a worker takes both requests for one job: it compares all but `have` and `deadline_ms`. */
+function isSameContent(one: Followed, other: Followed): boolean {
+  const content = ({ fields }: Followed): object => ({ ...fields, have: undefined, deadline_ms: undefined });
+  return isDeepStrictEqual(content(one), content(other));
+}
+
+/** Whom ACCEPTED concerns: the SUBMIT that came first, those with the same content, and whoever reads the job. */
+export function acceptedOf(row: Followed[]): Followed[] {
+  const first = row.find((followed) => followed.isAsked);
+  return row.filter((followed) => first === undefined || !followed.isAsked || isSameContent(followed, first));
+}
+
+/** Whom REJECTED concerns: one SUBMIT without an answer. What runs already goes on. */
+export function rejectedOf(row: Followed[], error: TokenbusError): Followed[] {
+  const asked = row.filter((followed) => followed.isAsked);
+  // In conflict is what came later, if there is something else before it.
+  const refused = error.code === "conflict" ? asked.at(-1) : asked[0];
+  return asked.filter((followed) => refused !== undefined && isSameContent(followed, refused));
 }
 
 /** The tokens go on after the last one, or nothing is known of them any more. */

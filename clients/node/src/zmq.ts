@@ -8,7 +8,8 @@ import { Session, type CurveKeys } from "./session.js";
 import type { JobStream } from "./stream.js";
 import { toUsage, type Done, type JobStatus, type Timeouts } from "./types.js";
 import {
-  dropTimer, forgetHole, newFollowed, onBusy, RESUME_AGAIN_MS, submitMessage, toStatus, toToken, type Followed,
+  acceptedOf, dropTimer, forgetHole, newFollowed, onBusy, rejectedOf, RESUME_AGAIN_MS, submitMessage, toStatus, toToken,
+  type Followed,
 } from "./zmq-job.js";
 import type { Body } from "./msgpack.js";
 
@@ -176,6 +177,7 @@ export class ZmqDoor implements Door {
   }
 
   #submit(followed: Followed): void {
+    followed.isAsked = true;
     this.#send(MessageType.SUBMIT, ...submitMessage(followed));
   }
 
@@ -202,16 +204,32 @@ export class ZmqDoor implements Door {
 
   #pickUp(followed: Followed, isSameWorker: boolean): void {
     forgetHole(followed);
-    const { fields, isAccepted, stream } = followed;
-    if (fields === undefined || (isAccepted && (isSameWorker || fields["durable"] === true))) {
-      this.#resume(followed);
-      return;
-    }
+    followed.wasUnknown = false;
+    const { fields, isAsked } = followed;
+    const isKnown = isSameWorker || fields?.["durable"] === true;
+    if (fields === undefined || (isKnown && !isAsked)) this.#resume(followed);
+    else this.#submitAgain(followed);
+  }
+
+  #submitAgain(followed: Followed): void {
     try {
       this.#submit(followed);
     } catch (error) {
-      stream.fail(error as TokenbusError); // this worker's limits are lower
+      followed.stream.fail(error as TokenbusError); // this worker's limits are lower
     }
+  }
+
+  /** The worker has forgotten the job, or did not know it yet. isUnwanted: somebody wants it cancelled. */
+  #onUnknown(followed: Followed, error: TokenbusError, isUnwanted: boolean): void {
+    if (followed.isAsked) return; // it did not know the job before it read SUBMIT
+    const { fields, isResuming, stream, wasUnknown } = followed;
+    if (!isResuming || fields === undefined || fields["durable"] === true || isUnwanted || wasUnknown) {
+      stream.fail(error);
+      return;
+    }
+    followed.wasUnknown = true;
+    forgetHole(followed);
+    this.#submitAgain(followed);
   }
 
   #tick(): void {
@@ -234,7 +252,7 @@ export class ZmqDoor implements Door {
     const job = String(body["job"] ?? "");
     const row = this.#jobs.get(job) ?? [];
     if (type === MessageType.TOKENS) this.#onTokens(body["events"]);
-    else if (type === MessageType.ACCEPTED) for (const followed of row) this.#onAccepted(followed, body);
+    else if (type === MessageType.ACCEPTED) for (const followed of acceptedOf(row)) this.#onAccepted(followed, body);
     else if (type === MessageType.REJECTED) this.#onRejected(row, fromWire(body));
     else if (type === MessageType.DONE) this.#onDone(row, body);
     else if (type === MessageType.ERROR) this.#onError(row, job, body);
@@ -256,7 +274,7 @@ export class ZmqDoor implements Door {
   }
 
   #onAccepted(followed: Followed, body: Body): void {
-    followed.isAccepted = true;
+    followed.isAsked = false;
     followed.seed = Number(body["seed"]);
     followed.stream.onStarted({
       attempt: Number(body["attempt"]), worker: this.#worker, seed: followed.seed,
@@ -266,7 +284,10 @@ export class ZmqDoor implements Door {
 
   #onRejected(row: Followed[], error: TokenbusError): void {
     const lost = new TokenbusError("engine_lost", "the worker was restarted and cannot continue the job");
-    for (const { stream } of row) stream.fail(error.field.startsWith("have") ? lost : error);
+    for (const followed of rejectedOf(row, error)) {
+      followed.isAsked = false;
+      followed.stream.fail(error.field.startsWith("have") ? lost : error);
+    }
   }
 
   #onDone(row: Followed[], body: Body): void {
@@ -284,6 +305,7 @@ export class ZmqDoor implements Door {
   #onError(row: Followed[], job: string, body: Body): void {
     const error = fromWire(body);
     const isBusy = error.code === "busy" && body["attempt"] === undefined; // the job is as it was
+    const isUnwanted = [...this.#waiters].some((waiter) => waiter.kind === "cancel" && waiter.job === job);
     if (isBusy || error.code === "not_found") {
       for (const waiter of this.#waiters) if (waiter.job === job) this.#settle(waiter, () => waiter.reject(error));
     } else if (error.code !== "gone") { // that is about a RESUME
@@ -291,6 +313,7 @@ export class ZmqDoor implements Door {
     }
     for (const followed of row) {
       if (isBusy) onBusy(followed, error.retryMs, () => this.#resume(followed));
+      else if (error.code === "not_found") this.#onUnknown(followed, error, isUnwanted);
       else if (followed.isResuming || error.code !== "gone") followed.stream.fail(error);
     }
   }

@@ -122,6 +122,81 @@ test("a new connection to the same worker resumes", () => withWorker(async (work
   assert.equal(await reading, "a");
 }));
 
+test("a SUBMIT that a restarted worker never read is sent again", async () => {
+  const first = await new FakeWorker({ heartbeatMs: 400 }).bind();
+  const client = new Client({ zmq: first.endpoint });
+  const reading = read(client);
+  await first.expect(T.SUBMIT);
+  await first.accept("j", 123);
+  await first.tokens(["j", 1, [5], "a"]);
+  await first.settle();
+  first.close();
+  const second = await new FakeWorker({ boot: "boot-2" }).bind(first.endpoint);
+  const lost = await second.expect(T.SUBMIT);
+  await second.send(T.ERROR, { code: "no_session", message: "who?", retry: true });
+  while ((await second.receive()).type !== T.HELLO);
+  await second.welcome();
+  const next = await second.receive();
+  assert.equal(next.type, T.SUBMIT);
+  assert.deepEqual(next.body, lost.body);
+  await second.accept("j", 123, 1);
+  await second.done("j", [5]);
+  assert.equal(await reading, "a");
+  await client.close();
+  second.close();
+});
+
+/** A job with one token, which the worker is asked for again. */
+async function resumed(worker, client, options) {
+  const reading = read(client, options);
+  reading.catch(() => {});
+  await worker.expect(T.SUBMIT);
+  await worker.accept("j");
+  await worker.tokens(["j", 1, [5], "a"]);
+  await worker.send(T.ERROR, { code: "no_session", message: "who?", retry: true });
+  await worker.expect(T.RESUME);
+  return { reading };
+}
+
+const unknown = { job: "j", code: "not_found", retry: false, message: "" };
+
+test("a job that the worker forgot is submitted again, once a WELCOME", () => withWorker(async (worker, client) => {
+  const { reading } = await resumed(worker, client);
+  await worker.send(T.ERROR, unknown);
+  const submit = await worker.expect(T.SUBMIT);
+  assert.deepEqual([submit.body.seed, [...submit.body.have]], [7, [5]]);
+  await worker.accept("j", 7, 1);
+  await worker.tokens(["j", 3, [7], "c"]);
+  await worker.expect(T.RESUME);
+  await worker.send(T.ERROR, unknown);
+  await assert.rejects(reading, { code: "not_found" });
+}));
+
+test("a durable job that Redis lost is not submitted again", () => withWorker(async (worker, client) => {
+  const { reading } = await resumed(worker, client, { durable: true });
+  await worker.send(T.ERROR, unknown);
+  await assert.rejects(reading, { code: "not_found" });
+}));
+
+for (const isRunning of [true, false]) {
+  test(`a conflict with a job ${isRunning ? "which runs" : "just sent"} is no end of it`, () => withWorker(async (worker, client) => {
+    const first = read(client);
+    first.catch(() => {});
+    await worker.expect(T.SUBMIT);
+    if (isRunning) await worker.accept("j");
+    if (isRunning) await worker.settle();
+    const second = read(client, { prompt: "other" });
+    second.catch(() => {});
+    await worker.expect(T.SUBMIT);
+    await worker.send(T.REJECTED, { job: "j", code: "conflict", retry: false, message: "", field: "job" });
+    await assert.rejects(second, { code: "conflict" });
+    if (!isRunning) await worker.accept("j");
+    await worker.tokens(["j", 1, [5], "a"]);
+    await worker.done("j", [5]);
+    assert.equal(await first, "a");
+  }));
+}
+
 /** Lets seconds go by for the client's tick and for `performance.now`; sockets live on in real time. */
 function mockSeconds(t) {
   t.mock.timers.enable({ apis: ["setInterval"] });
