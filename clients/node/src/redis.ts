@@ -191,9 +191,31 @@ export class RedisDoor implements Door {
     this.#isReading = true;
     const block = String(this.#canWake ? BLOCK_MS : BLOCK_WITHOUT_WAKE_MS);
     const args = ["XREAD", "COUNT", "512", "BLOCK", block, "STREAMS", ...keys, ...cursors];
-    const reply = (await this.#reads.once(args)) as [string, [string, string[]][]][] | null;
+    let reply: [string, [string, string[]][]][] | null;
+    try {
+      reply = (await this.#reads.once(args)) as typeof reply;
+    } catch (error) {
+      this.#isReading = false;
+      const isAboutKey = error instanceof ErrorReply && error.message.startsWith("WRONGTYPE");
+      if (isAboutKey && (await this.#dropOthers(keys))) return;
+      throw error;
+    }
     this.#isReading = false;
     for (const [key, entries] of reply ?? []) this.#onEntries(key, entries);
+  }
+
+  /** Fail the jobs whose key is no stream: XREAD of all of them is refused for one. Whether there was any. */
+  async #dropOthers(keys: string[]): Promise<boolean> {
+    let foundAny = false;
+    for (const key of keys) {
+      const type = String(await this.#reads.once(["TYPE", key]));
+      if (type === "stream" || type === "none") continue;
+      foundAny = true;
+      const streams = this.#followed.get(key)?.streams ?? [];
+      this.#followed.delete(key);
+      for (const { stream } of streams) stream.fail(new TokenbusError("internal", `Redis: ${key} is no stream but a ${type}`));
+    }
+    return foundAny;
   }
 
   async #askClientId(): Promise<void> {

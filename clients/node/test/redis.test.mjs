@@ -7,6 +7,7 @@ import { createServer } from "node:net";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import test, { after, before } from "node:test";
+import { setTimeout as sleep } from "node:timers/promises";
 import { createClient } from "redis";
 import { Client, crc32OfIds } from "../dist/index.js";
 
@@ -134,6 +135,16 @@ for (const [name, id, fields, code] of [
     await assert.rejects(client.tail("j").text(), { code });
   });
 }
+
+redisTest("a key that is no stream ends its own job only", async (client, queue, add) => {
+  await server.redis.sendCommand(["SET", `tokenbus:{${queue}}:out:bad`, "x"]);
+  const bad = client.tail("bad").text();
+  const good = client.tail("j").text();
+  await assert.rejects(Promise.race([bad, sleep(5_000)]), { code: "internal" });
+  await add("j", "1-1", tokens(1, [5], "a"));
+  await add("j", "1-2", done([5]));
+  assert.equal(await good, "a");
+});
 
 redisTest("cancel leaves the mark and the wish", async (client, queue) => {
   await client.cancel("j");
