@@ -300,6 +300,26 @@ async def test_a_question_asked_before_the_job_was_submitted_does_not_end_it(
     assert await reading == ""
 
 
+async def test_a_durable_job_that_no_worker_took_ends_for_those_who_resume_it(
+    worker: FakeWorker, client: AsyncClient
+) -> None:
+    rejected = {"job": "j", **error_to_body(InvalidField("top_p", field="top_p"))}
+    tailing = asyncio.create_task(client.tail("j").text())
+    await worker.expect(T.RESUME)
+    reading = asyncio.create_task(collect(client, durable=True))
+    await worker.expect(T.SUBMIT)
+    await worker.send(T.REJECTED, rejected)
+    for task in (tailing, reading):
+        with pytest.raises(InvalidField):
+            await task
+    reading = await taken(worker, client, durable=True)
+    await worker.error(NoSession("who are you?"))
+    await worker.expect(T.RESUME)
+    await worker.send(T.REJECTED, rejected)
+    with pytest.raises(InvalidField):
+        await reading
+
+
 @pytest.mark.parametrize("is_running", [True, False], ids=["which runs", "just sent"])
 async def test_a_conflict_with_a_job_is_no_end_of_it(
     is_running: bool, worker: FakeWorker, client: AsyncClient

@@ -46,12 +46,20 @@ export function acceptedOf(row: Followed[]): Followed[] {
   return row.filter((followed) => first === undefined || !followed.isAsked || isSameContent(followed, first));
 }
 
-/** Whom REJECTED concerns: one SUBMIT without an answer. What runs already goes on. */
+/**
+ * Whom REJECTED concerns: one SUBMIT without an answer, or a RESUME of a durable job that no worker took. What runs
+ * already goes on.
+ */
 export function rejectedOf(row: Followed[], error: TokenbusError): Followed[] {
   const asked = row.filter((followed) => followed.isAsked);
   // In conflict is what came later, if there is something else before it.
-  const refused = error.code === "conflict" ? asked.at(-1) : asked[0];
-  return asked.filter((followed) => refused !== undefined && isSameContent(followed, refused));
+  const isConflict = error.code === "conflict";
+  const refused = isConflict ? asked.at(-1) : asked[0];
+  if (refused === undefined) return row.filter((followed) => followed.isResuming);
+  const isTail = ({ fields, isResuming }: Followed): boolean => isResuming && fields === undefined;
+  return row.filter((followed) =>
+    followed.isAsked ? isSameContent(followed, refused) : !isConflict && isTail(followed),
+  );
 }
 
 /** The tokens go on after the last one, or nothing is known of them any more. */

@@ -178,6 +178,21 @@ test("a durable job that Redis lost is not submitted again", () => withWorker(as
   await assert.rejects(reading, { code: "not_found" });
 }));
 
+test("a durable job that no worker took ends for those who resume it", () => withWorker(async (worker, client) => {
+  const rejected = { job: "j", code: "invalid", field: "top_p", retry: false, message: "" };
+  const tailing = client.tail("j").text();
+  tailing.catch(() => {});
+  await worker.expect(T.RESUME);
+  const asking = read(client, { durable: true });
+  asking.catch(() => {});
+  await worker.expect(T.SUBMIT);
+  await worker.send(T.REJECTED, rejected);
+  for (const task of [tailing, asking]) await assert.rejects(task, { code: "invalid" });
+  const { reading } = await resumed(worker, client, { durable: true });
+  await worker.send(T.REJECTED, rejected);
+  await assert.rejects(reading, { code: "invalid" });
+}));
+
 for (const isRunning of [true, false]) {
   test(`a conflict with a job ${isRunning ? "which runs" : "just sent"} is no end of it`, () => withWorker(async (worker, client) => {
     const first = read(client);

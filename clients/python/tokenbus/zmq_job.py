@@ -218,14 +218,16 @@ def accept(row: Sequence[ZmqJob], accepted: Accepted, worker: str) -> None:
 
 
 def reject(row: Sequence[ZmqJob], error: TokenbusError) -> None:
-    """REJECTED, to the readers of a job: for one SUBMIT without an answer. What runs already goes
-    on.
+    """REJECTED, to the readers of a job: for one SUBMIT without an answer, or a RESUME of a durable
+    job that no worker took. What runs already goes on.
     """
     asked = [follower for follower in row if follower.is_asked]
-    if not asked:
-        return
-    # In conflict is what came later, if there is something else before it.
-    refused = asked[-1 if isinstance(error, Conflict) else 0]
-    for follower in asked:
-        if follower.has_same_content(refused):
-            follower.on_rejected(error)
+    concerned = [follower for follower in row if follower.is_resuming]
+    if asked:
+        # In conflict is what came later, if there is something else before it.
+        is_conflict = isinstance(error, Conflict)
+        refused = asked[-1 if is_conflict else 0]
+        tails = [] if is_conflict else [one for one in concerned if one.job.request is None]
+        concerned = [one for one in asked if one.has_same_content(refused)] + tails
+    for follower in concerned:
+        follower.on_rejected(error)
