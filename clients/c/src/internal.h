@@ -146,7 +146,7 @@ struct tb_job {
     bool is_orphan; /* freed by its owner, to be cancelled when there is a connection again */
     int num_resumes, num_submits;
     int64_t asked_ms; /* when SUBMIT or RESUME was last sent */
-    int64_t again_ms; /* when RESUME is to be sent again after the answer busy; 0: it is not */
+    int64_t again_ms; /* when RESUME or CANCEL is to be sent again after the answer busy; 0: it is not */
 
     tbi_node *first, *last_node; /* unread events */
     tbi_node *end;               /* kept for the terminal event, so that it can always be told */

@@ -95,9 +95,12 @@ static void submit_continued(tb_job *job) {
     else tbi_job_fail_code(job, TB_NO_MEMORY, "no memory to submit the job again");
 }
 
+static bool is_durable(const tb_job *job) {
+    return job->request != NULL && tbi_request_find(job->request, "durable") != NULL;
+}
+
 /* After a WELCOME. Another worker process knows nothing of the job, unless it is durable. */
 void tbi_job_pick_up(tb_job *job, bool is_same_worker) {
-    bool is_durable = job->request != NULL && tbi_request_find(job->request, "durable") != NULL;
     job->is_resuming = job->has_hole = false;
     job->num_resumes = job->num_submits = 0;
     job->again_ms = 0;
@@ -105,7 +108,7 @@ void tbi_job_pick_up(tb_job *job, bool is_same_worker) {
         tbi_client_free_job(job);
         return;
     }
-    if (job->request == NULL || (job->is_answered && (is_same_worker || is_durable)))
+    if (job->request == NULL || (job->is_answered && (is_same_worker || is_durable(job))))
         tbi_job_resume(job);
     else if (is_same_worker)
         tbi_job_submit(job);
@@ -125,8 +128,10 @@ void tbi_job_tick(tb_job *job, int64_t now_ms) {
         tbi_job_fail_code(job, TB_UNAVAILABLE, message);
     } else if (job->again_ms > 0) {
         if (now_ms < job->again_ms) return;
+        bool is_resume_due = job->is_resuming;
         job->is_resuming = false; /* it was answered: nothing is on its way */
-        tbi_job_resume(job);
+        job->again_ms = 0;
+        if (is_resume_due) tbi_job_resume(job);
         if (job->wants_cancel) send_job_message(job, TBI_CANCEL, -1);
     } else if (job->has_hole && now_ms - job->asked_ms >= TBI_RESUME_AGAIN_MS) {
         tbi_job_resume(job);
@@ -170,7 +175,7 @@ static void take_tokens(tb_job *job, int64_t attempt, int64_t seq, const tbi_ids
     job->last = seq + (int64_t)ids->num - 1;
     job->is_resuming = job->has_hole = false;
     job->num_resumes = 0;
-    job->again_ms = 0;
+    if (!job->wants_cancel) job->again_ms = 0;
     job->client->num_bad_messages = 0;
 }
 
@@ -230,7 +235,7 @@ void tbi_job_on_done(tb_job *job, const msgpack_object_map *body) {
     job->client->num_bad_messages = 0;
 }
 
-/* RESUME came at a bad time, such as before the worker had found its Redis. */
+/* RESUME or CANCEL came at a bad time, such as before the worker had found its Redis. */
 static void on_busy(tb_job *job, int64_t retry_ms) {
     job->num_resumes = 0;
     job->again_ms = tbi_now_ms() + (retry_ms > 0 ? retry_ms : TBI_RESUME_AGAIN_MS);
@@ -240,9 +245,11 @@ static void on_busy(tb_job *job, int64_t retry_ms) {
 void tbi_job_on_error(tb_job *job, const tb_error *error) {
     bool is_resuming = job->is_resuming;
     if (error->code == TB_GONE && !is_resuming) return; /* of a RESUME that was overtaken */
-    if (error->code == TB_NOT_FOUND && is_resuming && job->request != NULL && !job->wants_cancel)
+    bool is_forgotten = error->code == TB_NOT_FOUND && job->request != NULL && !job->wants_cancel;
+    if (is_forgotten && !job->is_answered) return; /* of a CANCEL before this SUBMIT */
+    if (is_forgotten && is_resuming && !is_durable(job))
         submit_continued(job);
-    else if (error->code == TB_BUSY && is_resuming)
+    else if (error->code == TB_BUSY && (is_resuming || job->wants_cancel))
         on_busy(job, error->retry_ms);
     else
         tbi_job_fail(job, error);

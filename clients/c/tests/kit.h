@@ -53,8 +53,9 @@ static void stop(void) {
     router_free(worker);
 }
 
-static tb_job *submit(const char *id) {
+static tb_job *submit_as(const char *id, bool durable) {
     tb_request *request = tb_request_new();
+    if (durable) tb_request_set_durable(request, true);
     tb_request_set_prompt(request, "p");
     tb_request_set_max_tokens(request, 6);
     tb_request_set_job(request, id);
@@ -64,9 +65,11 @@ static tb_job *submit(const char *id) {
     return job;
 }
 
+static inline tb_job *submit(const char *id) { return submit_as(id, false); }
+
 /* A job that runs and has one token. */
-static tb_job *start_job(void) {
-    tb_job *job = submit("j");
+static tb_job *start_job_as(bool durable) {
+    tb_job *job = submit_as("j", durable);
     router_expect(worker, client, M_SUBMIT);
     router_accept(worker, "j", 123);
     router_tokens(worker, "j", 1, "a", 1, IDS);
@@ -74,5 +77,7 @@ static tb_job *start_job(void) {
     read_to(TB_TOKENS);
     return job;
 }
+
+static inline tb_job *start_job(void) { return start_job_as(false); }
 
 #endif

@@ -37,6 +37,47 @@ static void no_session_is_answered_by_hello_and_resume(void) {
     stop();
 }
 
+static void a_submit_that_a_restarted_worker_never_read_is_sent_again(void) {
+    char endpoint[128];
+    start_with(200, NULL);
+    start_job();
+    snprintf(endpoint, sizeof endpoint, "%s", router_endpoint(worker));
+    router_free(worker);
+    worker = router_new("boot-2", 200, endpoint);
+    for (int i = 0; i < 2; i++) {
+        const heard *said = router_expect(worker, client, M_SUBMIT);
+        CHECK(said->seed == 123 && said->num_have == 1 && said->have[0] == 5);
+        if (i == 0) router_error(worker, M_ERROR, NULL, "no_session", true, 0);
+    }
+    router_accept(worker, "j", 123);
+    router_done(worker, "j", "", "stop", 1, IDS, 0);
+    read_to(TB_DONE);
+    stop();
+}
+
+static void a_durable_job_that_redis_lost_is_not_submitted_again(void) {
+    start();
+    start_job_as(true);
+    router_error(worker, M_ERROR, NULL, "no_session", true, 0);
+    router_expect(worker, client, M_RESUME);
+    router_error(worker, M_ERROR, "j", "not_found", false, 0);
+    CHECK(read_failure() == TB_NOT_FOUND);
+    stop();
+}
+
+static void the_answer_about_a_freed_job_does_not_end_the_next_of_its_name(void) {
+    start();
+    tb_job_free(start_job());
+    router_expect(worker, client, M_CANCEL);
+    submit("j");
+    router_expect(worker, client, M_SUBMIT);
+    router_error(worker, M_ERROR, "j", "not_found", false, 0); /* of the CANCEL */
+    router_accept(worker, "j", 123);
+    router_done(worker, "j", "", "stop", 0, IDS, 0);
+    read_to(TB_DONE);
+    stop();
+}
+
 static void a_silent_worker_is_left_and_found_again(void) {
     start_with(100, NULL);
     start_job();
@@ -165,6 +206,9 @@ static void another_thread_ends_a_wait(void) {
 int main(void) {
     a_restarted_worker_goes_on_from_the_ids_here();
     no_session_is_answered_by_hello_and_resume();
+    a_submit_that_a_restarted_worker_never_read_is_sent_again();
+    a_durable_job_that_redis_lost_is_not_submitted_again();
+    the_answer_about_a_freed_job_does_not_end_the_next_of_its_name();
     a_silent_worker_is_left_and_found_again();
     a_resume_of_a_job_that_waits_is_patient();
     a_job_freed_without_a_connection_is_cancelled_later();
@@ -174,6 +218,6 @@ int main(void) {
     a_ping_is_answered();
     another_thread_ends_a_wait();
     curve_keys_open_a_worker_that_asks_for_them();
-    printf("connection: 11 cases, no failures\n");
+    printf("connection: 14 cases, no failures\n");
     return 0;
 }

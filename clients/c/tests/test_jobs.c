@@ -103,6 +103,31 @@ static void a_cancelled_job_ends_as_the_worker_says(void) {
     stop();
 }
 
+static void a_cancel_that_a_busy_worker_refuses_is_said_again(void) {
+    start();
+    tb_cancel(start_job_as(true));
+    router_expect(worker, client, M_CANCEL);
+    for (int i = 0; i < 2; i++) {
+        int64_t refused_ms = tbi_now_ms();
+        router_error(worker, M_ERROR, "j", "busy", true, 100);
+        router_tokens(worker, "j", 2 + i, "b", 1, IDS + 1 + i);
+        router_expect(worker, client, M_CANCEL);
+        CHECK(tbi_now_ms() - refused_ms >= 100);
+    }
+    router_done(worker, "j", "", "cancelled", 3, IDS, 0);
+    CHECK(read_to(TB_DONE).reason == TB_REASON_CANCELLED && strcmp(text, "abb") == 0);
+    stop();
+}
+
+static void credit_of_one_event_is_renewed_after_every_event(void) {
+    start_with(2000, &(tb_options){.credit = 1});
+    start_job();
+    CHECK(router_expect(worker, client, M_CREDIT)->total == 2);
+    router_tokens(worker, "j", 2, "b", 1, IDS + 1);
+    CHECK(router_expect(worker, client, M_CREDIT)->total == 3);
+    stop();
+}
+
 static void credit_is_renewed_when_half_is_used(void) {
     start_with(2000, &(tb_options){.credit = 4});
     submit("j");
@@ -216,10 +241,12 @@ int main(void) {
     a_wrong_checksum_is_a_protocol_error();
     rejections_are_typed_and_unknown_codes_internal();
     a_cancelled_job_ends_as_the_worker_says();
+    a_cancel_that_a_busy_worker_refuses_is_said_again();
     credit_is_renewed_when_half_is_used();
+    credit_of_one_event_is_renewed_after_every_event();
     a_job_of_another_client_is_followed();
     requests_that_cannot_be_sent_are_refused_by_field();
     many_jobs_share_a_connection_by_callbacks();
-    printf("jobs: 11 cases, no failures\n");
+    printf("jobs: 13 cases, no failures\n");
     return 0;
 }
