@@ -245,7 +245,7 @@ static void reap(const tb_event *event, void *user) {
 void tb_job_free(tb_job *job) {
     if (job == NULL) return;
     bool is_ours = !job->is_over && job->request != NULL && job->asked_ms > 0;
-    if (is_ours && tbi_request_find(job->request, "durable") == NULL) {
+    if (is_ours && !tbi_job_is_durable(job)) {
         tb_cancel(job);
         if (job->client->state != TBI_LIVE && job->client->state != TBI_DEAD && !job->is_orphan) {
             tbi_queue_clear(job);

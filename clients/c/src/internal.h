@@ -159,6 +159,7 @@ struct tb_job {
 void tbi_job_submit(tb_job *job);
 void tbi_job_resume(tb_job *job);
 void tbi_job_pick_up(tb_job *job, bool is_same_worker);
+bool tbi_job_is_durable(const tb_job *job);
 void tbi_job_tick(tb_job *job, int64_t now_ms);
 void tbi_job_fail(tb_job *job, const tb_error *error);
 void tbi_job_fail_code(tb_job *job, tb_code code, const char *message);

@@ -95,8 +95,9 @@ static void submit_continued(tb_job *job) {
     else tbi_job_fail_code(job, TB_NO_MEMORY, "no memory to submit the job again");
 }
 
-static bool is_durable(const tb_job *job) {
-    return job->request != NULL && tbi_request_find(job->request, "durable") != NULL;
+bool tbi_job_is_durable(const tb_job *job) {
+    const tbi_field *field = job->request != NULL ? tbi_request_find(job->request, "durable") : NULL;
+    return field != NULL && field->integer != 0;
 }
 
 /* After a WELCOME. Another worker process knows nothing of the job, unless it is durable. */
@@ -108,7 +109,7 @@ void tbi_job_pick_up(tb_job *job, bool is_same_worker) {
         tbi_client_free_job(job);
         return;
     }
-    if (job->request == NULL || (job->is_answered && (is_same_worker || is_durable(job))))
+    if (job->request == NULL || (job->is_answered && (is_same_worker || tbi_job_is_durable(job))))
         tbi_job_resume(job);
     else if (is_same_worker)
         tbi_job_submit(job);
@@ -247,7 +248,7 @@ void tbi_job_on_error(tb_job *job, const tb_error *error) {
     if (error->code == TB_GONE && !is_resuming) return; /* of a RESUME that was overtaken */
     bool is_forgotten = error->code == TB_NOT_FOUND && job->request != NULL && !job->wants_cancel;
     if (is_forgotten && !job->is_answered) return; /* of a CANCEL before this SUBMIT */
-    if (is_forgotten && is_resuming && !is_durable(job))
+    if (is_forgotten && is_resuming && !tbi_job_is_durable(job))
         submit_continued(job);
     else if (error->code == TB_BUSY && (is_resuming || job->wants_cancel))
         on_busy(job, error->retry_ms);

@@ -103,6 +103,19 @@ static void a_cancelled_job_ends_as_the_worker_says(void) {
     stop();
 }
 
+static void a_job_that_is_told_not_to_be_durable_is_cancelled_with_its_handle(void) {
+    start();
+    tb_request *request = tb_request_new();
+    tb_request_set_prompt(request, "p");
+    tb_request_set_durable(request, false);
+    tb_job *job = tb_submit(client, request, NULL, NULL, NULL);
+    tb_request_free(request);
+    router_expect(worker, client, M_SUBMIT);
+    tb_job_free(job);
+    router_expect(worker, client, M_CANCEL);
+    stop();
+}
+
 static void a_cancel_that_a_busy_worker_refuses_is_said_again(void) {
     start();
     tb_cancel(start_job_as(true));
@@ -241,12 +254,13 @@ int main(void) {
     a_wrong_checksum_is_a_protocol_error();
     rejections_are_typed_and_unknown_codes_internal();
     a_cancelled_job_ends_as_the_worker_says();
+    a_job_that_is_told_not_to_be_durable_is_cancelled_with_its_handle();
     a_cancel_that_a_busy_worker_refuses_is_said_again();
     credit_is_renewed_when_half_is_used();
     credit_of_one_event_is_renewed_after_every_event();
     a_job_of_another_client_is_followed();
     requests_that_cannot_be_sent_are_refused_by_field();
     many_jobs_share_a_connection_by_callbacks();
-    printf("jobs: 13 cases, no failures\n");
+    printf("jobs: 14 cases, no failures\n");
     return 0;
 }
