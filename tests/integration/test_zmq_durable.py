@@ -251,6 +251,19 @@ async def test_without_credit_a_durable_job_waits_in_redis(site: Site) -> None:
         assert replies[job].ids == expect("hello", 3_000)
 
 
+async def test_an_urgent_job_of_redis_passes_a_backlog_of_zeromq_jobs(site: Site) -> None:
+    worker = await site.worker("w", max_num_seqs=2)
+    async with RawClient(worker.endpoint) as client:
+        await client.hello()
+        backlog = [await client.submit(prompt=f"b{i}", max_tokens=200) for i in range(20)]
+        await client.receive(T.ACCEPTED, job=backlog[-1])
+        for job in ("first", "j"):  # the first may come with a read that began before the backlog
+            await client.submit(job=job, prompt=job, max_tokens=5, durable=True, priority="high")
+            await client.receive(T.ACCEPTED, job=job)
+        await client.receive(T.DONE, job="j")
+        assert sum(message.type is T.DONE for message in client.messages) < 12
+
+
 async def test_a_bad_durable_job_is_rejected_and_a_full_queue_says_busy(site: Site) -> None:
     front = await site.worker("front", has_engine=False)
     await site.until_connected(front)
