@@ -68,7 +68,9 @@ def numbers_of(part: str, args: argparse.Namespace) -> dict[str, float]:
         line = {"host_us_per_step.b256": full[0]["total_p50_us"]}
     else:
         rivals = ["--llama-python", args.llama_python] if args.llama_python else []
-        line = run("ops.bench.engine_cpu", "--batches", "1", "8", "16", *rivals)
+        repeats = str(args.repeats)
+        sizes = ("1", "8", "16")
+        line = run("ops.bench.engine_cpu", "--repeats", repeats, "--batches", *sizes, *rivals)
     return {what: float(line[what]) for what in _UNITS if what in line} | _beside(line)
 
 
