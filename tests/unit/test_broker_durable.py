@@ -27,22 +27,12 @@ from broker.messages import (
     Tokens,
     Usage,
 )
+from tests.unit.broker_kit import Mailbox
 from tokenbus.errors import Busy, Gone, InvalidField, TokenbusError, Unsupported
 from tokenbus.protocol import MessageType as T
 from tokenbus.request import JobRequest
 
 REQUEST = JobRequest(job="j", prompt="x", durable=True)
-
-
-class Mailbox:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-
-    def tell(self, message: object) -> bool:
-        self.messages.append(message)
-        return True
 
 
 class Wire:
@@ -72,6 +62,13 @@ class Door:
     def submit(self) -> RelayedStream:
         self.jobs.submit(self.client, REQUEST)
         return self.stream()
+
+    def also_asked_by(self, stream: RelayedStream) -> Client:
+        """Another client that asks for the same job from its beginning."""
+        other = Client("d")
+        other.begin_session(Peer(b"q", 0.0), 1_000, "", 0.0)
+        self.jobs.rewind(stream, other, 0)
+        return other
 
     def stream(self) -> RelayedStream:
         stream = self.table.get("j")
@@ -238,9 +235,7 @@ def test_what_was_sent_is_not_kept() -> None:
 def test_everybody_who_asked_for_a_waiting_job_is_answered_and_hears_its_end() -> None:
     door = Door()
     stream = door.submit()
-    other = Client("d")
-    other.begin_session(Peer(b"q", 0.0), 1_000, "", 0.0)
-    door.jobs.rewind(stream, other, 0)
+    other = door.also_asked_by(stream)
     door.event(tokens(1, 0))
     door.event(done(1))
     door.sender.flush_client(other)
@@ -251,9 +246,7 @@ def test_everybody_who_asked_for_a_waiting_job_is_answered_and_hears_its_end() -
 def test_a_job_of_a_client_that_leaves_is_told_to_who_asked_before() -> None:
     door = Door()
     stream = door.submit()
-    other = Client("d")
-    other.begin_session(Peer(b"q", 0.0), 1_000, "", 0.0)
-    door.jobs.rewind(stream, other, 0)
+    other = door.also_asked_by(stream)
     door.event(tokens(1, 0))
     other.peer = None
     door.jobs.abandon(stream)

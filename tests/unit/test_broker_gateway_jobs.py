@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,19 +14,9 @@ from broker.gateway.table import StreamTable
 from broker.messages import Accepted, Cancel, Pause, Prepare, Prepared, Submit, Unpause
 from broker.ring.records import Sampling
 from broker.text.vocabulary import letters
+from tests.unit.broker_kit import Mailbox
 from tokenbus.errors import Unsupported
 from tokenbus.request import JobRequest
-
-
-class Mailbox:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-
-    def tell(self, message: object) -> bool:
-        self.messages.append(message)
-        return True
 
 
 class Wire:
