@@ -26,6 +26,7 @@ class DecodeContexts:
         self._length = 0  # of a context, padded
         self._layers: torch.Tensor | None = None  # [layers, 2, B * kv heads, length, head_dim]
         self._vectors: list[torch.Tensor] = []  # the same by layer, [.., head_dim]
+        self._pieces = torch.zeros(0, dtype=torch.int64)  # where to gather from
         self._index: torch.Tensor | None = None  # where the step's tokens go; None: gather
 
     def enter(self, plan: StepPlan, group: DecodeGroup | None) -> None:
@@ -58,9 +59,9 @@ class DecodeContexts:
         """
         batch_heads = group.num_rows * kv.shape[1] // 2
         if self._layers is None:
-            k, v = self._cache.gather(index, group.piece_index, batch_heads)
+            k, v = self._cache.gather(index, self._pieces, batch_heads)
         elif self._index is None:
-            k, v = self._cache.gather(index, group.piece_index, batch_heads, self._layers[index])
+            k, v = self._cache.gather(index, self._pieces, batch_heads, self._layers[index])
         else:
             self._vectors[index].index_put_((self._index,), kv)
             k, v = self._layers[index]
@@ -69,6 +70,7 @@ class DecodeContexts:
     def _start(self, group: DecodeGroup) -> None:
         """Make room for another set of rows or longer contexts, or go without."""
         self._index = None
+        self._pieces = self._cache.piece_index(group.block_table)
         self._length = group.context
         shape = self._cache.context_shape(group.num_rows, group.context)
         if self._layers is not None and self._layers.shape == shape:

@@ -28,13 +28,13 @@ CONTEXT_MULTIPLE = 64
 class DecodeGroup:
     """Rows that compute one token each. B rows, padded to the same number of blocks.
 
-    context: L, the padded length. piece_index: for `KvCache.gather`. masks: window -> float32
+    context: L, the padded length. block_table: int64 [B, blocks of L]. masks: window -> float32
     [B * kv heads, 1, L], 0 or -inf.
     """
 
     num_rows: int
     context: int
-    piece_index: torch.Tensor
+    block_table: torch.Tensor
     masks: dict[int, torch.Tensor]
 
 
@@ -125,7 +125,7 @@ def _decode_group(
             hidden |= distance >= window
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         masks[window] = mask.repeat_interleave(kv_heads, dim=0)[:, None, :]
-    return DecodeGroup(plan.num_decode, len(keys), cache.piece_index(table), masks)
+    return DecodeGroup(plan.num_decode, len(keys), table, masks)
 
 
 def _cut(start: int, end: int) -> Iterator[tuple[int, int]]:
