@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import engine.cpu.model
 import engine.cpu.runner
 from broker.ring.records import Sampling
 from engine.build import build_runner
@@ -211,4 +212,30 @@ def test_cached_prompts_give_logits_of_the_same_bits(
     for _ in range(2):
         assert generate(runner, PROMPTS, NEW_TOKENS, SAMPLING, scheduler, cached) == together
     assert sum(cached) >= 2 * TILE_TOKENS
+    assert book.different == []
+
+
+def test_contexts_gathered_at_every_step_give_logits_of_the_same_bits(
+    model_path: Path,
+    runner: CpuRunner,
+    book: LogitsBook,
+    together: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine.cpu.model, "_CONTEXT_SHARE", 1 << 40)  # room for none in one piece
+    gathering = make_runner(model_path, runner.info.quantization)
+    assert generate(gathering, PROMPTS, NEW_TOKENS, SAMPLING) == together
+    assert book.compared == len(PROMPTS) * NEW_TOKENS
+    assert book.different == []
+
+
+def test_a_row_that_changes_hands_where_the_last_run_ended_reads_its_own_context(
+    runner: CpuRunner, book: LogitsBook
+) -> None:
+    before, after = list(range(3, 13)), list(range(50, 64))
+    expected = generate(runner, [after], 8)
+    # The first run's last decode step is at position 13, the second one's first at 14.
+    generate(runner, [before], 5)
+    assert generate(runner, [after], 8) == expected
+    assert book.compared == 8
     assert book.different == []
