@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine
 from enum import Enum
@@ -61,7 +62,7 @@ class MailboxFull(RuntimeError):
     """A mailbox with the policy CRASH overflowed."""
 
 
-class Actor:
+class Actor(ABC):
     """Base of the broker's actors. Subclasses give `handle`, and `start`, `after_burst`, `stop`
     where they need them.
     """
@@ -92,9 +93,9 @@ class Actor:
     def start(self) -> None:
         """The loop runs; open what the actor needs. Nothing by default."""
 
+    @abstractmethod
     def handle(self, message: object) -> None:
         """Take one message. Must not block."""
-        raise NotImplementedError
 
     def after_burst(self) -> None:
         """Flush what a burst of messages produced. Nothing by default."""

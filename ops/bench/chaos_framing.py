@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -20,7 +21,7 @@ class RawFramer:
         yield data
 
 
-class _Buffered:
+class _Buffered(ABC):
     """Keeps what is not a whole frame yet."""
 
     def __init__(self) -> None:
@@ -32,9 +33,9 @@ class _Buffered:
             frame, self._buffer = self._buffer[:size], self._buffer[size:]
             yield frame
 
+    @abstractmethod
     def frame_size(self, buffer: bytes) -> int | None:
         """Size of the frame at the start of the buffer; None while it is incomplete."""
-        raise NotImplementedError
 
 
 class ZmtpFramer(_Buffered):

@@ -176,6 +176,9 @@ async def test_actors_stop_in_reverse_order_of_their_start() -> None:
         def start(self) -> None:
             order.append(f"start {self.name}")
 
+        def handle(self, message: object) -> None:
+            raise AssertionError(f"nobody sends anything, got {message!r}")
+
         async def stop(self) -> None:
             order.append(f"stop {self.name}")
 
