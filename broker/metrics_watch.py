@@ -72,6 +72,10 @@ class Watch(Actor):
         if self._server is not None:
             self._server.start()
 
+    def handle(self, message: object) -> None:
+        """Nobody has anything to tell it: it looks by itself."""
+        raise TypeError(f"{self.name} takes no messages, got {type(message).__name__}")
+
     async def stop(self) -> None:
         """Close the server, off the loop: it takes a moment."""
         if self._server is not None:
