@@ -157,10 +157,11 @@ class Accepted:
 @dataclass(frozen=True, slots=True)
 class Refused:
     """The job is not in the ledger: queue full, draining, or the id is taken. No further event
-    follows."""
+    follows. attempt: of the `Submit` that this answers; 0 for a job that Redis did not take."""
 
     job: str
     error: TokenbusError
+    attempt: int = 0
 
 
 class Tokens(NamedTuple):
@@ -201,9 +202,10 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Jobs given up on drain without a terminal event; the Redis door hands them back uncounted."""
+    """Jobs, and which attempts at them, given up on drain without a terminal event; the Redis door
+    hands them back uncounted."""
 
-    jobs: Sequence[str]
+    jobs: Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)

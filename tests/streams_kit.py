@@ -35,6 +35,7 @@ from broker.messages import (
     Prepared,
     PrepareFailed,
     Publish,
+    Refused,
     Released,
     Submit,
     Tokens,
@@ -143,9 +144,7 @@ class FakeLedger:
         job = message.prepared.request.job
         self.submits.append(message)
         if self.refuse_with is not None:
-            from broker.messages import Refused
-
-            message.door.tell(Refused(job, self.refuse_with))
+            message.door.tell(Refused(job, self.refuse_with, message.attempt))
             return
         self.runs[job] = Run(message, list(message.prefix_ids))
         prompt_tokens = len(message.prepared.prompt_ids)
@@ -178,9 +177,7 @@ class FakeLedger:
 
     def release(self, *jobs: str) -> None:
         """Give jobs back, as at the end of a drain."""
-        for job in jobs:
-            self.runs.pop(job)
-        self.door.tell(Released(jobs))
+        self.door.tell(Released([(job, self.runs.pop(job).submit.attempt) for job in jobs]))
 
     def run_all(self) -> None:
         """One step for every job that is not paused; jobs at their length end."""

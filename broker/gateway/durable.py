@@ -32,7 +32,7 @@ from broker.messages import (
     Tokens,
 )
 from tokenbus.bodies import error_to_body
-from tokenbus.errors import Gone, TokenbusError, Unsupported
+from tokenbus.errors import Conflict, Gone, TokenbusError, Unsupported
 from tokenbus.protocol import MessageType
 from tokenbus.request import JobRequest
 
@@ -61,11 +61,20 @@ class DurableJobs:
     # ------------------------------------------------------------ from clients
 
     def submit(self, client: Client, request: JobRequest) -> None:
-        """A new job, as far as this door knows; Redis may know better."""
+        """A new job, as far as this door knows; Redis may know better. Who follows it by its name
+        alone hears its end. Raises Conflict, Unsupported.
+        """
         if request.have:
             message = "have: Redis itself has the tokens of a durable job; send RESUME"
             raise Unsupported(message, field="have")
         stream = RelayedStream(request.job, client, request, request.tenant, self._relay)
+        known = self._table.get(request.job)
+        if known is not None:
+            if known.tenant != request.tenant:
+                raise Conflict(f"job: {request.job!r} is taken by a different request", field="job")
+            self._relay.tell(Drop(known.job))  # or its events would be taken for the new one's
+            stream.others = {c: None for c in (*known.others, known.client) if c is not client}
+            self._table.forget(known)
         self._table.add(stream)
         self._relay.tell(SubmitDurable(request, self._door))
 

@@ -17,7 +17,7 @@ import structlog
 from broker.gateway.answers import accepted_body, job_stats, unknown
 from broker.gateway.digest import digest_of
 from broker.gateway.durable import DurableJobs
-from broker.gateway.relayed import RelayedStream
+from broker.gateway.relayed import RelayedStream, is_by_name
 from broker.gateway.sender import Sender
 from broker.gateway.sessions import Client, with_tenant
 from broker.gateway.shared import Wiring, accept_all, check_backlog, heir_of, reject_all, tell_end
@@ -94,9 +94,7 @@ class Jobs:
         """A new job, or the same once more. Raises what it is refused for."""
         request = with_tenant(request, client, self._table.has_keys)
         known = self._table.get(request.job)
-        if isinstance(known, RelayedStream) and not known.digest:
-            self._table.forget(known)  # followed by its name alone: Redis compares the requests
-        elif known is not None:
+        if known is not None and not (request.durable and is_by_name(known)):
             self._repeat(known, client, request)
             return
         check_backlog(client)
@@ -247,7 +245,7 @@ class Jobs:
 
     def _on_refused(self, message: Refused) -> None:
         stream = self._table.get(message.job)
-        if stream is not None:
+        if stream is not None and stream.awaits(message.attempt):
             self._reject(stream, message.error)
 
     def _reject(self, stream: Stream, error: TokenbusError) -> None:
@@ -259,7 +257,7 @@ class Jobs:
 
     def _on_accepted(self, message: Accepted) -> None:
         stream = self._table.get(message.job)
-        if stream is None:
+        if stream is None or not stream.awaits(message.attempt):
             return
         if isinstance(stream, RelayedStream):
             self._relayed().on_accepted(stream, message)
@@ -278,6 +276,8 @@ class Jobs:
                 continue
             if isinstance(stream, RelayedStream):
                 self._relayed().on_event(stream, event)
+            elif stream.state is StreamState.PREPARING:
+                continue  # of a durable job that had the id before
             elif isinstance(event, Tokens):
                 sender.add(stream, event)
             else:
@@ -293,8 +293,8 @@ class Jobs:
 
     def _on_released(self, message: Released) -> None:
         """The worker drains: another one may run these jobs."""
-        for job in message.jobs:
+        for job, attempt in message.jobs:
             stream = self._table.get(job)
-            if stream is not None:
+            if stream is not None and stream.attempt == attempt:
                 error = Draining("the worker stops; submit again elsewhere", retry_ms=1_000)
                 self._end(stream, Failed(job, stream.attempt, stream.last_seq, error))

@@ -20,6 +20,10 @@ class RelayedStream(Stream):
         super().__init__(job, client, request, tenant, relay)
         self.known_seq = 0
 
+    def awaits(self, attempt: int) -> bool:
+        """Whichever attempt a worker is at: the reply stream in Redis has them all in order."""
+        return True
+
     def append(self, event: Tokens) -> None:
         super().append(event)
         self.attempt = event.attempt
@@ -44,3 +48,8 @@ class RelayedStream(Stream):
         """What was sent is in Redis, and need not be here."""
         if not self.has_unsent:
             self.clear_log(self.sent_seq)
+
+
+def is_by_name(stream: Stream) -> bool:
+    """Whether the stream follows a job of Redis whose request is not known here."""
+    return isinstance(stream, RelayedStream) and not stream.digest

@@ -78,6 +78,13 @@ class Stream:
         self._base = base
         self.base_seq = self.sent_seq = len(self.prefix)
 
+    def awaits(self, attempt: int) -> bool:
+        """Whether the ledger was asked for this attempt and has not answered: an answer to anybody
+        who had the id before is not for this stream.
+        """
+        is_asked = self.state is StreamState.PREPARING and self._base is not None
+        return is_asked and attempt == self.attempt
+
     @property
     def digest(self) -> bytes:
         """Of the request: is a second SUBMIT the same job? Empty where the request is not known."""

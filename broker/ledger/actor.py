@@ -146,13 +146,13 @@ class LedgerActor(Actor):
             return
         if self._is_draining:
             error: TokenbusError = Draining("the worker is draining", retry_ms=1_000)
-            self._book.outbox.answer(message.door, Refused(name, error))
+            self._book.outbox.answer(message.door, Refused(name, error, message.attempt))
             return
         job = Job(message, self._vocabulary)
         try:
             position = self._book.admit(job)
         except Busy as busy:
-            self._book.outbox.answer(message.door, Refused(name, busy))
+            self._book.outbox.answer(message.door, Refused(name, busy, message.attempt))
             return
         self._book.outbox.answer(message.door, job.accepted(position))
         reason = job.resume_text()
@@ -172,7 +172,7 @@ class LedgerActor(Actor):
             self._book.outbox.answer(message.door, known.accepted(0))
         else:
             error = Conflict(f"job {known.name!r} is already running here", field="job")
-            self._book.outbox.answer(message.door, Refused(known.name, error))
+            self._book.outbox.answer(message.door, Refused(known.name, error, message.attempt))
         return True
 
     def _on_cancel(self, message: Cancel) -> None:

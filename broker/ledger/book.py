@@ -128,7 +128,7 @@ class Book:
 
     def release(self, job: Job) -> None:
         """Give the job back to its door; another worker may take it, and nothing is charged."""
-        self.outbox.release(job.door, job.name)
+        self.outbox.release(job.door, job.name, job.attempt)
         self.forget(job)
 
     def forget(self, job: Job) -> None:

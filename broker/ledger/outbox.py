@@ -14,7 +14,7 @@ class Outbox:
     def __init__(self) -> None:
         self._answers: list[tuple[Address, Accepted | Refused]] = []
         self._events: dict[Address, list[Event]] = {}
-        self._released: dict[Address, list[str]] = {}
+        self._released: dict[Address, list[tuple[str, int]]] = {}
 
     def answer(self, door: Address, answer: Accepted | Refused) -> None:
         """The answer to one `Submit`; goes out before all events."""
@@ -28,9 +28,9 @@ class Outbox:
         else:
             events.append(event)
 
-    def release(self, door: Address, job: str) -> None:
+    def release(self, door: Address, job: str, attempt: int) -> None:
         """Hand a job back to its door, without an event."""
-        self._released.setdefault(door, []).append(job)
+        self._released.setdefault(door, []).append((job, attempt))
 
     def flush(self) -> None:
         """Send everything."""

@@ -11,7 +11,6 @@ What this worker does not know is ignored: another may.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,10 +18,10 @@ from contextlib import suppress
 import structlog
 
 from broker.streams.entries import flat
-from broker.streams.intake import BLOCK_MARGIN_S
-from broker.streams.lane import LinkLost, ReplyError
+from broker.streams.lane import LinkLost
 from broker.streams.scripts import script
-from broker.streams.state import RETRY_S, DoorState
+from broker.streams.state import DoorState
+from broker.streams.tail import read_new
 from tokenbus.entries import event_to_entry
 from tokenbus.events import Done, Usage
 from tokenbus.keys import GROUP
@@ -64,25 +63,13 @@ class Control:
     async def run(self) -> None:
         """Read for ever."""
         state = self._state
-        block_ms = state.redis.block_ms
+        key = state.keys.control
         while True:
             await state.link.up.wait()
-            try:
-                reply = await state.link.control.call(
-                    *("XREAD", "COUNT", MAX_ENTRIES, "BLOCK", block_ms),
-                    *("STREAMS", state.keys.control, self._last_id),
-                    timeout_s=block_ms / 1000 + BLOCK_MARGIN_S,
-                )
-                state.clear_trouble("control")
-            except LinkLost:
-                await asyncio.sleep(0.01)
-                continue
-            except ReplyError as error:
-                if not error.is_no_group:
-                    state.report_trouble("control", error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            for entry, fields in reply[0][1] if reply else []:
+            new = await read_new(
+                state, lambda: state.link.control, "control", {key: self._last_id}, MAX_ENTRIES
+            )
+            for entry, fields in new[0][1] if new else []:
                 self._last_id = entry.decode()
                 self._obey(dict(zip(fields[::2], fields[1::2], strict=True)))
             await self._cancel_elsewhere()

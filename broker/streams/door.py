@@ -221,8 +221,8 @@ class StreamsDoor(Actor):
 
     def _on_answer(self, message: Accepted | Refused) -> None:
         job = self._state.jobs.by_id(message.job)
-        if job is None:
-            return
+        if job is None or job.attempt != message.attempt:
+            return  # dropped, or taken anew, while the answer was on its way
         if isinstance(message, Refused):
             self._pickup.on_refused(job, message)
         else:
@@ -231,9 +231,9 @@ class StreamsDoor(Actor):
         self._state.check_slots()
 
     def _on_released(self, message: Released) -> None:
-        for job_id in message.jobs:
+        for job_id, attempt in message.jobs:
             job = self._state.jobs.by_id(job_id)
-            if job is not None and job.ending is None:
+            if job is not None and job.attempt == attempt and job.ending is None:
                 self._state.end(job, Ending())
 
     def _drain(self) -> None:

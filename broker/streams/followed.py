@@ -8,14 +8,16 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
 from broker.messages import Accepted, Address, Done, Event, Failed, Publish, Tokens
-from broker.streams.intake import BLOCK_MARGIN_S, IDLE_PING_S
+from broker.streams.intake import IDLE_PING_S
 from broker.streams.lane import LinkLost, Reply, ReplyError
 from broker.streams.link import wait_for
-from broker.streams.state import RETRY_S, DoorState
+from broker.streams.state import DoorState
+from broker.streams.tail import read_new
 from tokenbus import events
 from tokenbus.entries import event_from_entry
 from tokenbus.errors import BadFrame, Internal
@@ -65,7 +67,6 @@ class FollowedReplies:
     async def run(self) -> None:
         """Follow the reply streams, for ever."""
         state = self._state
-        block_ms = state.redis.block_ms
         while True:
             await state.link.up.wait()
             active = {job: f for job, f in self._followed.items() if not f.is_paused}
@@ -73,40 +74,26 @@ class FollowedReplies:
                 await self._idle()
                 continue
             names = {state.keys.out(job): job for job in active}
-            try:
-                reply = await state.link.relay.call(
-                    *("XREAD", "COUNT", ENTRIES_PER_READ, "BLOCK", block_ms, "STREAMS"),
-                    *names,
-                    *(followed.cursor for followed in active.values()),
-                    timeout_s=block_ms / 1000 + BLOCK_MARGIN_S,
-                )
-                state.clear_trouble("follow")
-            except LinkLost:
-                await asyncio.sleep(0.01)
-                continue
-            except ReplyError as error:
-                await self._on_refused(active, error)
-                continue
-            for name, entries in reply or []:
+            new = await read_new(
+                state,
+                lambda: state.link.relay,
+                "follow",
+                {name: active[job].cursor for name, job in names.items()},
+                ENTRIES_PER_READ,
+                partial(self._drop_bad, active),
+            )
+            for name, entries in new:
                 job = names[name.decode()]
                 if self._followed.get(job) is active[job]:  # and not from elsewhere by now
                     self._deliver(job, active[job], entries)
 
-    async def _on_refused(self, active: Mapping[str, _Followed], error: ReplyError) -> None:
-        """One key that is no stream makes Redis refuse to read all of them: leave those out."""
-        num_bad = 0
-        if error.is_about_one_job:
-            with suppress(LinkLost):
-                num_bad = await self._drop_bad(active)
-        elif not error.is_no_group:
-            self._state.report_trouble("follow", error)
-        if not num_bad:
-            await asyncio.sleep(RETRY_S)
-
     async def _drop_bad(self, active: Mapping[str, _Followed]) -> int:
-        """Raises LinkLost."""
+        """Follow no more what is no reply stream; how many those were."""
         commands = [("XLEN", self._state.keys.out(job)) for job in active]
-        replies = await self._state.link.relay.run(commands)
+        try:
+            replies = await self._state.link.relay.run(commands)
+        except LinkLost:
+            return 0
         num_bad = 0
         for (job, followed), reply in zip(active.items(), replies, strict=True):
             if isinstance(reply, ReplyError) and reply.is_about_one_job:

@@ -14,9 +14,8 @@ from broker.streams.intake import Claimer
 from broker.streams.jobs import Stage
 from broker.streams.lane import LinkLost, ReplyError
 from broker.streams.leases import Leases
-from broker.streams.link import wait_for
 from broker.streams.outbox import Outbox
-from broker.streams.state import DoorState
+from broker.streams.state import RETRY_S, DoorState
 from tokenbus.keys import GROUP
 
 log = structlog.get_logger("broker.streams")
@@ -84,7 +83,7 @@ class Health:
                 self._look_up_replies()
             except ReplyError as error:
                 self._state.report_trouble("groups", error)
-                await wait_for(asyncio.Event(), 0.5)
+                await asyncio.sleep(RETRY_S)
             else:
                 self._state.clear_trouble("groups")
 

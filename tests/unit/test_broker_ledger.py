@@ -64,7 +64,7 @@ class Door:
     def __init__(self) -> None:
         self.events: dict[str, list[Any]] = {}
         self.answers: dict[str, list[Accepted | Refused]] = {}
-        self.released: list[str] = []
+        self.released: list[tuple[str, int]] = []
         self.slots: list[int] = []
         self.states: list[EngineState] = []
         self.publishes = 0
@@ -646,7 +646,7 @@ async def test_drain_releases_the_queue_finishes_the_running_and_refuses_new_job
     names = [f"j{i}" for i in range(8)]
     await b.submit(*names)
     await b.tell(Drain(60_000))
-    assert b.door.released == ["j6", "j7"]
+    assert b.door.released == [("j6", 1), ("j7", 1)]
     await b.submit("new")
     refused = b.door.answers["new"][0]
     assert isinstance(refused, Refused)
@@ -665,7 +665,7 @@ async def test_what_does_not_finish_in_time_is_released_without_an_event() -> No
     await b.step({"j": 1})
     await b.tell(Drain(20))
     await asyncio.wait_for(b.ledger.drained.wait(), 5)
-    assert b.door.released == ["j"]
+    assert b.door.released == [("j", 1)]
     assert b.link.aborted == [b.rid("j")]
     assert [type(e) for e in b.door.events["j"]] == [Tokens]
 
