@@ -143,6 +143,7 @@ struct tb_job {
 
     bool is_answered; /* ACCEPTED came for the newest SUBMIT */
     bool is_resuming, has_hole, wants_cancel, is_over;
+    bool was_forgotten; /* by this worker, since its WELCOME; it is not asked for a second time */
     bool is_orphan; /* freed by its owner, to be cancelled when there is a connection again */
     int num_resumes, num_submits;
     int64_t asked_ms; /* when SUBMIT or RESUME was last sent */

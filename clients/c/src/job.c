@@ -102,7 +102,7 @@ bool tbi_job_is_durable(const tb_job *job) {
 
 /* After a WELCOME. Another worker process knows nothing of the job, unless it is durable. */
 void tbi_job_pick_up(tb_job *job, bool is_same_worker) {
-    job->is_resuming = job->has_hole = false;
+    job->is_resuming = job->has_hole = job->was_forgotten = false;
     job->num_resumes = job->num_submits = 0;
     job->again_ms = 0;
     if (job->is_orphan && !is_same_worker) {
@@ -248,9 +248,10 @@ void tbi_job_on_error(tb_job *job, const tb_error *error) {
     if (error->code == TB_GONE && !is_resuming) return; /* of a RESUME that was overtaken */
     bool is_forgotten = error->code == TB_NOT_FOUND && job->request != NULL && !job->wants_cancel;
     if (is_forgotten && !job->is_answered) return; /* of a CANCEL before this SUBMIT */
-    if (is_forgotten && is_resuming && !tbi_job_is_durable(job))
+    if (is_forgotten && is_resuming && !job->was_forgotten && !tbi_job_is_durable(job)) {
+        job->was_forgotten = true; /* a worker that forgets it again and again must not run it for ever */
         submit_continued(job);
-    else if (error->code == TB_BUSY && (is_resuming || job->wants_cancel))
+    } else if (error->code == TB_BUSY && (is_resuming || job->wants_cancel))
         on_busy(job, error->retry_ms);
     else
         tbi_job_fail(job, error);

@@ -37,6 +37,23 @@ static void no_session_is_answered_by_hello_and_resume(void) {
     stop();
 }
 
+static void a_worker_that_forgets_a_job_twice_is_asked_once_for_each_welcome(void) {
+    start();
+    start_job();
+    for (int i = 0; i < 2; i++) { /* each no_session leads to a WELCOME */
+        router_error(worker, M_ERROR, NULL, "no_session", true, 0);
+        router_expect(worker, client, M_RESUME);
+        router_error(worker, M_ERROR, "j", "not_found", false, 0);
+        router_expect(worker, client, M_SUBMIT);
+        router_accept(worker, "j", 123);
+    }
+    router_tokens(worker, "j", 9, "z", 1, IDS); /* a hole */
+    CHECK(router_expect(worker, client, M_RESUME)->after == 1);
+    router_error(worker, M_ERROR, "j", "not_found", false, 0);
+    CHECK(read_failure() == TB_NOT_FOUND);
+    stop();
+}
+
 static void a_submit_that_a_restarted_worker_never_read_is_sent_again(void) {
     char endpoint[128];
     start_with(200, NULL);
@@ -206,6 +223,7 @@ static void another_thread_ends_a_wait(void) {
 int main(void) {
     a_restarted_worker_goes_on_from_the_ids_here();
     no_session_is_answered_by_hello_and_resume();
+    a_worker_that_forgets_a_job_twice_is_asked_once_for_each_welcome();
     a_submit_that_a_restarted_worker_never_read_is_sent_again();
     a_durable_job_that_redis_lost_is_not_submitted_again();
     the_answer_about_a_freed_job_does_not_end_the_next_of_its_name();
@@ -218,6 +236,6 @@ int main(void) {
     a_ping_is_answered();
     another_thread_ends_a_wait();
     curve_keys_open_a_worker_that_asks_for_them();
-    printf("connection: 14 cases, no failures\n");
+    printf("connection: 15 cases, no failures\n");
     return 0;
 }
