@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +18,15 @@ from typing import Any
 
 from ops.bench.bus_worker import rss_bytes
 from ops.bench.chaos_audit import RedisAuditor
-from ops.bench.chaos_faults import Fault, Faults
+from ops.bench.chaos_faults import KINDS, Fault, Faults
 from ops.bench.chaos_load import PATIENT, FakeQuestions, Load, RealQuestions
 from ops.bench.chaos_report import count_logs, count_streams, drift, takeovers
 from ops.bench.chaos_site import QUEUE, Site, Worker, until
 from ops.settings import FAKE_MODEL
 from tokenbus import AsyncClient
+from tokenbus.errors import InvalidField
 
+DOORS = ("redis", "zmq", "durable")
 SAMPLE_S = 2.0
 END_S = 180.0  # for the jobs that are open at the end
 
@@ -82,7 +85,7 @@ class Chaos:
 
     async def _inflict_all(self, began_s: float) -> None:
         args = self._args
-        kinds = args.faults or self._faults.kinds
+        kinds = args.faults or KINDS
         end_s = began_s + args.minutes * 60
         count = 0
         while time.monotonic() < end_s and (not args.count or count < args.count):
@@ -168,7 +171,7 @@ def serve_arguments(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """The command line. Raises InvalidField for a fault or a door that does not exist."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -176,9 +179,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default=FAKE_MODEL, help="fake, or a model to load")
     parser.add_argument("--every-s", type=float, default=20.0, help="mean time between faults")
     parser.add_argument("--count", type=int, default=0, help="stop after so many faults")
-    parser.add_argument("--faults", nargs="*", help="kinds to choose from (default: all)")
+    parser.add_argument("--faults", nargs="*", help=f"of {', '.join(KINDS)} (default: all)")
     parser.add_argument(
-        "--doors", nargs="*", default=["redis", "zmq"], help="of redis, zmq, durable"
+        "--doors", nargs="*", default=["redis", "zmq"], help=f"of {', '.join(DOORS)}"
     )
     parser.add_argument("--jobs", type=int, default=15, help="open at a time")
     parser.add_argument("--tokens", type=int, default=300, help="longest job")
@@ -187,7 +190,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drain-s", type=float, default=0.5)
     parser.add_argument("--logs", type=Path, help="keep the logs of the processes here")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for field, known in (("faults", KINDS), ("doors", DOORS)):
+        unknown = [name for name in getattr(args, field) or () if name not in known]
+        if unknown:
+            message = f"{field}: unknown {', '.join(unknown)}; there are {', '.join(known)}"
+            raise InvalidField(message, field=field)
+    return args
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -200,9 +209,13 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 site.keep_logs(args.logs)
 
 
-def main() -> None:
-    """Run, print, and exit with 1 if anything was wrong."""
-    args = parse()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run, print, and exit with 1 if anything was wrong; with 2 for a bad command line."""
+    try:
+        args = parse(argv)
+    except InvalidField as error:
+        print(error.message, file=sys.stderr)
+        raise SystemExit(2) from None
     result = asyncio.run(measure(args))
     if not args.json:
         for kind, numbers in result["takeover"].items():

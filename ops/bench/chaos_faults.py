@@ -40,27 +40,10 @@ class Faults:
         self._rng = rng
         self._lease_s = lease_s
         self._on_hit = on_hit
-        self._kinds: dict[str, Callable[[str], Awaitable[Fault]]] = {
-            "engine_kill": self._kill_part,
-            "broker_kill": self._kill_part,
-            "worker_kill": self._kill_worker,
-            "worker_term": self._term_worker,
-            "engine_stop": self._stop_part,
-            "broker_stop": self._stop_part,
-            "redis_kill": self._kill_redis,
-            "redis_stop": self._stop_redis,
-            "redis_cut": self._cut,
-            "redis_silence": self._silence,
-        }
-
-    @property
-    def kinds(self) -> list[str]:
-        """All kinds by name."""
-        return list(self._kinds)
 
     async def inflict(self, kind: str) -> Fault:
-        """Do it, and wait until every worker is ready again."""
-        fault = await self._kinds[kind](kind)
+        """Do one of `KINDS`, and wait until every worker is ready again."""
+        fault = await _KINDS[kind](self, kind)
         fault.recovered_s = time.monotonic() - fault.at_s
         return fault
 
@@ -137,3 +120,18 @@ class Faults:
         await asyncio.sleep(self._lease_s * self._rng.uniform(1.2, 2.0))
         worker.proxy.heal()
         return fault
+
+
+_KINDS: dict[str, Callable[[Faults, str], Awaitable[Fault]]] = {
+    "engine_kill": Faults._kill_part,
+    "broker_kill": Faults._kill_part,
+    "worker_kill": Faults._kill_worker,
+    "worker_term": Faults._term_worker,
+    "engine_stop": Faults._stop_part,
+    "broker_stop": Faults._stop_part,
+    "redis_kill": Faults._kill_redis,
+    "redis_stop": Faults._stop_redis,
+    "redis_cut": Faults._cut,
+    "redis_silence": Faults._silence,
+}
+KINDS = tuple(_KINDS)

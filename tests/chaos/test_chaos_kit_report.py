@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from ops.bench.chaos import main, parse
 from ops.bench.chaos_audit import Seen, crc_of
 from ops.bench.chaos_faults import Fault
 from ops.bench.chaos_load import JobLog, Question
 from ops.bench.chaos_report import Counts, count_logs, drift, quantile, takeovers
 from tests.integration.worker import ROOT, environment
+from tokenbus.errors import InvalidField
 
 IDS = (5, 6, 7)
 FIRST = Seen("j", "tokens", 1, 1, IDS[:2], "fg")
@@ -105,3 +107,17 @@ async def test_a_short_run_counts_no_damage_and_ends_with_one_json_line() -> Non
     assert result["faults"] == 3
     assert result["clients"]["jobs"] > 6
     assert result["clients"]["lost"] == result["streams"]["lost"] == 0
+
+
+@pytest.mark.parametrize("field", ["faults", "doors"])
+def test_a_name_that_does_not_exist_is_refused_by_its_field(field: str) -> None:
+    with pytest.raises(InvalidField, match="unknown engine_kil") as refused:
+        parse([f"--{field}", "engine_kil"])
+    assert refused.value.field == field
+
+
+def test_the_command_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--faults", "engine_kill", "meteor"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("faults: unknown meteor; there are engine_kill, ")

@@ -138,6 +138,7 @@ class ChaosSite:
         for worker in self.workers:
             if worker.process is not None:
                 await no_blocks_used(worker.endpoint)
+                await no_old_rings(worker)
 
     def _problems(self) -> str:
         return "\n".join(self.auditor.problems(self.asked)[:10])
@@ -170,6 +171,30 @@ async def no_blocks_used(endpoint: str) -> None:
                 return
             await asyncio.sleep(0.1)
     raise AssertionError(f"KV blocks are still held: {body}")
+
+
+async def no_old_rings(worker: Worker) -> None:
+    """Until broker and engine hold the two rings that join them, and none of an engine that died or
+    of a broker that did.
+    """
+
+    def are_shared() -> bool:
+        maps = [rings_of(worker.pid(part)) for part in ("broker", "engine")]
+        return maps[0] == maps[1] and len(maps[0]) == 2
+
+    await wait_for(are_shared, 10.0, "broker and engine hold their two rings and no others")
+
+
+def rings_of(pid: int) -> set[str]:
+    """Inodes of the ring memory that a process has mapped or holds open."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        files = list(Path(f"/proc/{pid}/fd").iterdir())
+        mapped = {line.split()[4] for line in lines if "memfd:tokenbus" in line}
+        held = {str(f.stat().st_ino) for f in files if "memfd:tokenbus" in os.readlink(f)}
+    except (FileNotFoundError, ProcessLookupError):
+        return set()  # it is just being replaced
+    return mapped | held
 
 
 @asynccontextmanager
