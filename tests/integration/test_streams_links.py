@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,9 @@ from broker.streams.address import parse_redis_url
 from broker.streams.lane import Lane, LinkLost, ReplyError
 from broker.streams.scripts import SOURCES, script
 from tests.redis_proxy import RedisProxy
-from tests.redis_servers import RedisServer, ServerBinary, find_servers, free_port
+from tests.redis_servers import RedisServer, ServerBinary, find_servers
 from tests.streams_kit import Bus, Worker, open_bus, text_of, until
 from tokenbus.errors import InvalidField
-
-SLOTS = 16_384
-HALF = SLOTS // 2
 
 
 @pytest.fixture
@@ -189,136 +185,6 @@ async def test_password_and_acl_user(redis_binary: ServerBinary) -> None:
         await worker.kill()
     finally:
         server.close()
-
-
-@asynccontextmanager
-async def two_node_cluster() -> AsyncIterator[tuple[RedisServer, RedisServer]]:
-    """The first node has the lower half of the slots."""
-    redis_binary = find_servers()[-1]
-    if redis_binary.version.startswith("6."):
-        pytest.skip("Redis 6.2 cannot choose its cluster port")
-    servers = []
-    for _ in range(2):
-        bus_port = free_port()
-        server = RedisServer(
-            redis_binary,
-            tcp=True,
-            extra=("--cluster-enabled", "yes", "--cluster-port", str(bus_port)),
-        )
-        servers.append((server.start(), bus_port))
-    (first, _), (second, second_bus) = servers
-    try:
-        with first.client() as one, second.client() as two:
-            one.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, HALF - 1)
-            two.execute_command("CLUSTER", "ADDSLOTSRANGE", HALF, SLOTS - 1)
-            one.execute_command("CLUSTER", "MEET", "127.0.0.1", second.port, second_bus)
-            for node in (one, two):
-                await until(lambda n=node: n.cluster("info")["cluster_state"] == "ok", 20)
-                await until(lambda n=node: n.cluster("info")["cluster_known_nodes"] == "2", 20)
-        yield first, second
-    finally:
-        first.close()
-        second.close()
-
-
-async def test_a_cluster_url_finds_the_node_of_the_queue() -> None:
-    async with two_node_cluster() as (first, second):
-        for queue in ("a", "b", "c", "d"):
-            url = f"redis+cluster://127.0.0.1:{first.port},127.0.0.1:1"
-            worker = await Worker(url, queue, "w").start()
-            key = f"tokenbus:{{{queue}}}:jobs"
-            with first.client() as one, second.client() as two:
-                owner = one if int(one.cluster("keyslot", key)) < HALF else two
-                job = owner.xadd(key, {"prompt": "x", "max_tokens": 1})
-                await until(lambda w=worker, j=job: j in w.ledger.runs)
-            await worker.stop()
-
-
-async def test_a_queue_whose_slot_moves_to_another_node_goes_on_there() -> None:
-    """Key by key under running jobs: what is gone is answered with ASK, what is half gone with
-    TRYAGAIN, and afterwards everything with MOVED.
-    """
-    async with two_node_cluster() as (first, second):
-        with first.client() as one, second.client() as two:
-            jobs_key = "tokenbus:{q}:jobs"
-            slot = int(one.cluster("keyslot", jobs_key))
-            old, new, new_server = (one, two, second) if slot < HALF else (two, one, first)
-            worker = await Worker(f"redis+cluster://127.0.0.1:{first.port}", "q", "w").start()
-            fields = [{"prompt": str(i), "max_tokens": 20} for i in range(4)]
-            jobs = [str(old.xadd(jobs_key, each)) for each in fields]
-            await until(lambda: all(job in worker.ledger.runs for job in jobs))
-            for job in jobs:
-                worker.ledger.step(job, 2)
-            old_id, new_id = old.cluster("myid"), new.cluster("myid")
-            new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)
-            old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id)
-            seconds = iter(jobs)
-            while keys := old.cluster("getkeysinslot", slot, 1):
-                old.migrate("127.0.0.1", new_server.port, keys, 0, 5_000)
-                if (job := next(seconds, None)) is not None:
-                    worker.ledger.step(job, 2)
-                await asyncio.sleep(0.02)
-            for node in (new, old):
-                node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", new_id)
-            for job in jobs:
-                worker.ledger.step(job, 2)
-            more = str(new.xadd(jobs_key, {"prompt": "more", "max_tokens": 3}))
-            await until(lambda: more in worker.ledger.runs, 20)
-            for job in (*jobs, more):
-                worker.ledger.finish(job)
-            await until(lambda: worker.door.num_jobs == 0, 20)
-            for job in jobs:
-                entries = new.xrange(f"tokenbus:{{q}}:out:{job}")
-                text = "".join(fields.get("text", "") for _, fields in entries)
-                assert text == text_of(6), entries
-                assert [fields["event"] for _, fields in entries].count("started") == 1
-                assert entries[-1][1]["event"] == "done"
-            assert new.xlen(jobs_key) == 0
-            await worker.stop()
-
-
-async def test_a_sentinel_url_follows_the_master() -> None:
-    redis_binary = find_servers()[-1]
-    servers = [RedisServer(redis_binary, tcp=True).start() for _ in range(2)]
-    sentinel = RedisServer(redis_binary, tcp=True)
-    config = sentinel.dir / "sentinel.conf"
-    config.write_text(
-        f"port {sentinel.port}\nunixsocket {sentinel.socket_path}\n"
-        f"sentinel monitor main 127.0.0.1 {servers[0].port} 1\n"
-        "sentinel down-after-milliseconds main 600\nsentinel failover-timeout main 2000\n"
-    )
-    argv = [redis_binary.path, str(config), "--sentinel"]
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
-    try:
-        servers[1].client().replicaof("127.0.0.1", servers[0].port)
-        client = sentinel.client()
-
-        def sees_replica() -> bool:
-            with suppress(Exception):
-                return bool(client.execute_command("SENTINEL", "REPLICAS", "main"))
-            return False
-
-        await until(sees_replica, timeout_s=20)
-        url = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/main"
-        worker = await Worker(url, "q", "w").start()
-        job = servers[0].client().xadd("tokenbus:{q}:jobs", {"prompt": "x", "max_tokens": 9})
-        await until(lambda: job in worker.ledger.runs)
-        worker.ledger.step(job, 2)
-        replica = servers[1].client()
-        await until(lambda: replica.xlen(f"tokenbus:{{q}}:out:{job}") == 2)
-        servers[0].kill()
-        await until(lambda: not worker.monitor.is_ready)
-        await until(lambda: worker.monitor.is_ready, timeout_s=20)
-        worker.ledger.step(job, 2)
-        await until(lambda: replica.xlen(f"tokenbus:{{q}}:out:{job}") == 3)
-        worker.ledger.finish(job)
-        await until(lambda: worker.door.num_jobs == 0)
-        await worker.stop()
-    finally:
-        process.kill()
-        process.wait()
-        for server in (*servers, sentinel):
-            server.close()
 
 
 @pytest.fixture

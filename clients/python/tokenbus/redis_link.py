@@ -16,6 +16,7 @@ from redis import exceptions
 from redis.asyncio import Redis, RedisCluster, Sentinel
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from tokenbus.errors import BusUnavailable, Internal, InvalidField
@@ -111,7 +112,16 @@ class RedisLink:
 
     async def close(self) -> None:
         """Close the connections, in use or not."""
-        await self.client.aclose()
+        await close(self.client)
+
+
+async def close(client: AnyRedis) -> None:
+    """Close a client's connections, those to Sentinels too: redis-py leaves them open."""
+    await client.aclose()
+    pool = getattr(client, "connection_pool", None)
+    if isinstance(pool, SentinelConnectionPool):
+        for sentinel in pool.sentinel_manager.sentinels:
+            await sentinel.aclose()
 
 
 def _is_passing(error: exceptions.RedisError) -> bool:

@@ -18,7 +18,7 @@ from tokenbus.assemble import Verdict
 from tokenbus.entries import event_from_entry
 from tokenbus.errors import BusUnavailable, Internal, ProtocolError, TokenbusError
 from tokenbus.events import Done, Failed, Started, Tokens
-from tokenbus.redis_link import LOST, AnyRedis
+from tokenbus.redis_link import LOST, AnyRedis, close
 from tokenbus.retry import Backoff
 from tokenbus.stream import Job
 
@@ -92,7 +92,7 @@ class RedisReader:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_all(error)
-        await self._client.aclose()
+        await close(self._client)
 
     async def _read_forever(self) -> None:
         backoff = Backoff()
