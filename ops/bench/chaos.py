@@ -135,6 +135,7 @@ class Chaos:
             "model": self._args.model,
             "workers": len(self._site.workers),
             "lease_s": self._args.lease_s,
+            "redis": self._site.redis.version(),
             "seed": self._args.seed,
             "minutes": round(took_s / 60, 2),
             "faults": len(faults),
@@ -188,6 +189,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step-ms", type=int, default=10, help="of the fake model")
     parser.add_argument("--lease-s", type=float, default=15.0)
     parser.add_argument("--drain-s", type=float, default=0.5)
+    parser.add_argument("--redis-server", type=Path, help="executable (default: that of serve)")
     parser.add_argument("--logs", type=Path, help="keep the logs of the processes here")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     args = parser.parse_args(argv)
@@ -201,7 +203,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """One run from start to end."""
-    async with Site(args.workers, serve_arguments(args)) as site:
+    async with Site(args.workers, serve_arguments(args), args.redis_server) as site:
         try:
             return await Chaos(args, site).run()
         finally:

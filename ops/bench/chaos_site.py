@@ -27,8 +27,9 @@ QUEUE = "chaos"
 class Redis:
     """A redis-server child on a unix socket, with an append-only file: kill -9 loses nothing."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, binary: Path) -> None:
         self._directory = directory
+        self._binary = binary
         self.socket_path = str(directory / "redis.sock")
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -47,12 +48,17 @@ class Redis:
         """A connection for the auditor: replies as text."""
         return redis.Redis.from_url(self.url, decode_responses=True, socket_timeout=10)
 
+    def version(self) -> str:
+        """As the server says."""
+        with self.client() as client:
+            return str(client.info("server")["redis_version"])
+
     def start(self) -> None:
         """Start it; returns at the first PONG."""
         with (self._directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    find_binary(),
+                    self._binary,
                     *("--port", "0", "--unixsocket", self.socket_path),
                     *("--dir", str(self._directory), "--save", ""),
                     *("--appendonly", "yes", "--maxmemory-policy", "noeviction"),
@@ -183,12 +189,17 @@ def send(pid: int, number: signal.Signals) -> bool:
 
 
 class Site:
-    """Redis and workers in a directory of their own. Use `async with`."""
+    """Redis and workers in a directory of their own. Use `async with`.
 
-    def __init__(self, num_workers: int, arguments: tuple[str, ...]) -> None:
+    redis_server: the executable (default: the one of `serve`).
+    """
+
+    def __init__(
+        self, num_workers: int, arguments: tuple[str, ...], redis_server: Path | None = None
+    ) -> None:
         self._holder = tempfile.TemporaryDirectory(prefix="tb-chaos-")
         self.directory = Path(self._holder.name)
-        self.redis = Redis(self.directory)
+        self.redis = Redis(self.directory, redis_server or find_binary())
         self._num_workers = num_workers
         self._arguments = arguments
         self.workers: list[Worker] = []

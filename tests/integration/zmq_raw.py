@@ -48,6 +48,7 @@ class RawClient:
         self.socket.linger = 0
         self._endpoint = endpoint
         self.messages: list[Message] = []  # everything received
+        self.largest_bytes = 0  # of the bodies received
 
     async def __aenter__(self) -> Self:
         self.socket.connect(self._endpoint)
@@ -79,6 +80,7 @@ class RawClient:
         frames = await asyncio.wait_for(self.socket.recv_multipart(), timeout_s)
         message = decode(frames, LOOSE)
         self.messages.append(message)
+        self.largest_bytes = max(self.largest_bytes, len(frames[1]))
         if message.type is MessageType.PING:
             await self.send(MessageType.PONG, t=message.body["t"])
         return message

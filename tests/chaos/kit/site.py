@@ -203,11 +203,13 @@ async def open_site(
 ) -> AsyncIterator[ChaosSite]:
     """A site whose processes, files and shared memory are gone at the end, checked.
 
-    arguments: for `serve`, such as `--set`, `fake.step_ms=5`.
+    arguments: for `serve`, such as `--set`, `fake.step_ms=5`. CHAOS_REDIS_SERVER in the environment
+    names another redis-server than that of `serve`.
     """
     before = set(os.listdir("/dev/shm"))
     others = set(descendants(os.getpid()))  # of a site that several tests share
-    async with Site(num_workers, (*start, *arguments)) as site:
+    server = os.environ.get("CHAOS_REDIS_SERVER")
+    async with Site(num_workers, (*start, *arguments), Path(server) if server else None) as site:
         chaos = ChaosSite(site)
         try:
             yield chaos
