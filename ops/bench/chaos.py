@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import sys
@@ -113,16 +114,24 @@ class Chaos:
             self._samples.append((time.monotonic(), means))
             await asyncio.sleep(SAMPLE_S)
 
-    async def _result(self, took_s: float) -> dict[str, Any]:
+    def _note_pauses(self) -> list[tuple[float, str]]:
+        """Into the faults; returns all of them with words about each."""
         worst: list[tuple[float, str]] = []
-        for fault, logs in self._hits:
+        ends_s = [fault.at_s for fault, _ in self._hits[1:]] + [math.inf]
+        for (fault, logs), end_s in zip(self._hits, ends_s, strict=True):
             for log in logs:
                 pause_s = log.silence_after_s(fault.at_s)
                 if pause_s is not None:
                     fault.pauses_s.append(pause_s)
+                    if fault.at_s + pause_s <= end_s:
+                        fault.undisturbed_s.append(pause_s)
                     at_s = fault.at_s - self._began_s
                     words = f"{pause_s:.1f} s after {fault.kind} at {at_s:.1f} s: {log.job}"
                     worst.append((pause_s, f"{words} ({log.door})"))
+        return worst
+
+    async def _result(self, took_s: float) -> dict[str, Any]:
+        worst = self._note_pauses()
         with self._site.redis.client() as client:
             auditor = RedisAuditor(client, QUEUE)
             await until(lambda: not auditor.problems(()), 10.0)

@@ -24,6 +24,7 @@ class Fault:
     pauses_s: list[float] = field(default_factory=list)  # of each job that it interrupted
     recovered_s: float = 0.0  # until every process was ready again
     problem: str = ""
+    undisturbed_s: list[float] = field(default_factory=list)  # those over before the next fault
 
 
 class Faults:

@@ -117,7 +117,9 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def takeovers(faults: Sequence[Fault]) -> dict[str, dict[str, float]]:
-    """By kind of fault: how many, pauses of the interrupted jobs, time to ready again."""
+    """By kind of fault: how many, pauses of the interrupted jobs, the longest of those that no
+    second fault fell into, time to ready again.
+    """
     by_kind: defaultdict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
         by_kind[fault.kind].append(fault)
@@ -137,6 +139,9 @@ def takeovers(faults: Sequence[Fault]) -> dict[str, dict[str, float]]:
                 "pause_p99_s": round(quantile(pauses, 0.99), 3),
                 "pause_max_s": round(max(pauses), 3),
             }
+        undisturbed = [pause for fault in group for pause in fault.undisturbed_s]
+        if undisturbed:
+            table[kind]["undisturbed_max_s"] = round(max(undisturbed), 3)
     return table
 
 

@@ -74,8 +74,10 @@ def test_a_pause_is_the_first_silence_after_the_fault() -> None:
 
 def test_pauses_are_told_by_kind_of_fault() -> None:
     faults = [Fault("engine_kill", 0.0, ("w",), [1.0, 2.0], 1.5), Fault("redis_cut", 5.0, ())]
+    faults[0].undisturbed_s = [1.0]
     table = takeovers(faults)
     assert table["engine_kill"]["pause_max_s"] == 2.0
+    assert table["engine_kill"]["undisturbed_max_s"] == 1.0
     assert table["redis_cut"] == {
         "faults": 1,
         "jobs_hit": 0,
