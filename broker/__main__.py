@@ -7,7 +7,6 @@ Exit codes: 0 after a drain, 1 after a crash of an actor; starting it again does
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from broker.actor import ActorCrashed
 from broker.app import run
 from broker.config import BrokerConfig
 from broker.gateway.security import InsecureBind
-from broker.log import configure_logging
+from broker.log import add_log_arguments, configure_logging, report_failure
 from broker.ring.errors import LinkError, RingLayoutError
 from tokenbus.errors import TokenbusError
 
@@ -34,14 +33,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m broker", description="The broker process.")
     parser.add_argument("--config", type=Path, required=True, help="BrokerConfig as JSON")
     parser.add_argument("--status-fd", type=int, metavar="FD", help="descriptor for status lines")
-    parser.add_argument("--log-level", default=os.environ.get("TOKENBUS_LOG_LEVEL", "info"))
+    add_log_arguments(parser)
     args = parser.parse_args()
-    configure_logging(json=not sys.stderr.isatty(), level=args.log_level)
+    configure_logging(format_=args.log_format, level=args.log_level)
     log = structlog.get_logger("broker")
     try:
         config = BrokerConfig.from_json(args.config.read_text())
     except (OSError, ValueError, TypeError, KeyError) as error:
         log.error("broker.cannot_start", config=str(args.config), error=repr(error))
+        report_failure(args.status_fd, f"{args.config}: {error!r}")
         return EXIT_BAD_SETTING
     try:
         uvloop.run(run(config, args.status_fd))
@@ -56,6 +56,7 @@ def main() -> int:
         OSError,
     ) as error:
         log.error("broker.cannot_start", error=f"{type(error).__name__}: {error}")
+        report_failure(args.status_fd, str(error))
         return _exit_code(error)
     return 0
 

@@ -1,40 +1,85 @@
-"""Logging of the broker and the engine process: readable lines on a terminal, JSON lines otherwise,
-always to stderr.
+"""Logging of every process of a worker: readable lines on a terminal, JSON lines otherwise, always
+to stderr. And the line about a failed start, for whoever started the process.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
+import os
 import sys
+from contextlib import suppress
 
 import structlog
 
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("auto", "console", "json")
 
-def configure_logging(json: bool, level: str = "info") -> None:
+_EVENT_WIDTH = 24  # the longest common event; longer ones push their own line only
+_FIRST = ("timestamp", "level", "event")
+
+
+def add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--log-level` and `--log-format`, for `configure_logging`."""
+    parser.add_argument("--log-level", choices=LEVELS, default="info")
+    parser.add_argument(
+        "--log-format", choices=FORMATS, default="auto", help="auto: console on a terminal"
+    )
+
+
+def configure_logging(*, format_: str = "auto", level: str = "info") -> None:
     """Set up structlog once for this process.
 
     Args:
-        json: one JSON object a line; False: aligned columns for a person.
-        level: a name of the logging module in lower case ("debug", "info", "warning", "error").
+        format_: "json" (one object a line), "console" (for a person), or "auto": by where stderr
+            leads.
+        level: one of LEVELS.
 
     Raises:
         KeyError: an unknown level name.
     """
     threshold = logging.getLevelNamesMapping()[level.upper()]
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if json
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    is_json = is_json_log(format_)
+    renderers: list[structlog.typing.Processor] = (
+        [_with_event_first, structlog.processors.JSONRenderer()]
+        if is_json
+        else [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), pad_event_to=_EVENT_WIDTH, sort_keys=False
+            )
+        ]
     )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.TimeStamper(fmt="iso" if is_json else "%H:%M:%S", utc=is_json),
             structlog.processors.format_exc_info,
-            renderer,
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def is_json_log(format_: str) -> bool:
+    """Whether a log of this format is JSON lines."""
+    return format_ == "json" or (format_ == "auto" and not sys.stderr.isatty())
+
+
+def report_failure(status_fd: int | None, error: str) -> None:
+    """Say on the status pipe why this process ends; a supervisor that is gone need not know."""
+    if status_fd is None:
+        return
+    line = json.dumps({"event": "failed", "error": error}) + "\n"
+    with suppress(BrokenPipeError):
+        os.write(status_fd, line.encode())
+
+
+def _with_event_first(
+    _logger: object, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """When, how bad and what before all details: lines are read from their left end."""
+    return {name: event.pop(name) for name in _FIRST if name in event} | dict(event)

@@ -91,9 +91,12 @@ class Monitor:
         reason = "; ".join(f"{name}: {why}" for name, why in self._troubles.items())
         if reason == self._said or self.is_stopping:
             return
-        self._said = reason
+        is_start, self._said = self._said is None, reason
         if reason:
-            log.warning("broker.not_ready", reason=reason)
+            if is_start:  # what it waits for
+                log.info("broker.not_ready", reason=reason)
+            else:
+                log.warning("broker.not_ready", reason=reason)
             self.write("not_ready", {"reason": reason})
         else:
             log.info("broker.ready", **self._addresses)

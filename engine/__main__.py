@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from broker.log import configure_logging
+from broker.log import add_log_arguments, configure_logging, report_failure
 from broker.ring.errors import LinkError, RingError
 from broker.ring.link import EngineLink, connect_engine
 from broker.ring.records import Kind, encode_json
@@ -49,13 +49,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="EngineConfig as JSON")
     parser.add_argument("--link", required=True, metavar="PATH", help="the broker's unix socket")
-    parser.add_argument("--log-level", default="info", metavar="LEVEL")
+    parser.add_argument("--status-fd", type=int, metavar="FD", help="descriptor for status lines")
+    add_log_arguments(parser)
     args = parser.parse_args(argv)
-    configure_logging(json=not sys.stderr.isatty(), level=args.log_level)
+    configure_logging(format_=args.log_format, level=args.log_level)
     try:
         config = EngineConfig.from_json(Path(args.config).read_text())
     except (OSError, ValueError, TypeError) as error:
         log.error("engine.config_unusable", path=args.config, error=str(error))
+        report_failure(args.status_fd, f"{args.config}: {error}")
         return EXIT_USAGE
     stop = StopSignal()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -66,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         log.info("engine.stopped", while_loading=True)
     except (EngineError, RingError) as error:
         log.error("engine.failed", kind=type(error).__name__, error=str(error))
+        report_failure(args.status_fd, str(error))
         if isinstance(error, ConfigError):
             return EXIT_BAD_SETTING
         return EXIT_NO_MODEL if isinstance(error, ModelError) else EXIT_FAILED

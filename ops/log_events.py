@@ -80,8 +80,7 @@ MEANINGS = {
     "worker.drained": "the drain is over; the broker ends",
     "worker.draining": "the worker stops; running jobs finish",
     "worker.giving_up": "a process crashed too often; the worker ends",
-    "worker.not_ready": "the worker takes no jobs; says why",
-    "worker.ready": "the worker takes jobs, with every address and pid",
+    "worker.ready": "the worker takes jobs; with its processes (`broker.ready` has the addresses)",
     "worker.stopped": "all processes have ended",
     "worker.stopping_now": "a second signal: running jobs are not waited for",
 }

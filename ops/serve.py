@@ -21,14 +21,15 @@ import structlog
 import broker
 import tokenbus
 from broker.actor import ActorSystem
+from broker.log import configure_logging
 from ops import embedded_redis, worker_files
 from ops.child import ChildSpec
 from ops.exit_codes import CommandError, ExitCode
-from ops.log import configure_logging
 from ops.models import ResolvedModel
 from ops.serve_view import LoadBar, ready_line
 from ops.settings import FAKE_MODEL, Settings, broker_config, engine_config, public_url
-from ops.supervisor import Progress, Ready, Stop, Supervisor, WorkerEvent
+from ops.supervisor import Supervisor
+from ops.supervisor_messages import Progress, Ready, Stop, WorkerEvent
 
 log = structlog.get_logger("ops.serve")
 
@@ -45,9 +46,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def serve(settings: Settings, resolve: Callable[[str], ResolvedModel], *, as_json: bool) -> int:
     """Run a worker until it is told to stop; the return value is the exit code.
 
-    resolve: from a model's name to its files. as_json: events on stdout as JSON lines.
+    resolve: from a model's name to its files. as_json: events on stdout as JSON lines. Raises
+    CommandError where the worker cannot start, or has given up.
     """
-    configure_logging(json=is_json_log(settings), level=settings.log_level)
+    configure_logging(format_=settings.log_format, level=settings.log_level)
     if settings.redis_mode == "none" and settings.zmq == "none":
         raise CommandError(
             ExitCode.BAD_SETTING,
@@ -71,13 +73,6 @@ def resolve_model(settings: Settings, resolve: Callable[[str], ResolvedModel]) -
     if settings.model == FAKE_MODEL:
         return ResolvedModel(Path(FAKE_MODEL), FAKE_MODEL)
     return resolve(settings.model)
-
-
-def is_json_log(settings: Settings) -> bool:
-    """Whether logs are JSON lines: as set, else unless stderr is a terminal."""
-    if settings.log_format == "auto":
-        return not sys.stderr.isatty()
-    return settings.log_format == "json"
 
 
 class Worker:
@@ -125,9 +120,9 @@ class Worker:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self._bar.close()
         await system.stop()
-        if supervisor.finished.done():
-            return supervisor.finished.result()
-        return ExitCode.FAILED
+        if supervisor.failure is not None:
+            raise supervisor.failure
+        return supervisor.finished.result() if supervisor.finished.done() else ExitCode.FAILED
 
     async def _redis_ready(self) -> None:
         if self.redis is not None:
@@ -161,12 +156,13 @@ class Worker:
         engine_json = engine_config(self.settings, self.model).to_json()
         broker_file = self._write_broker_config(self.settings)
         engine_file = worker_files.write_private(self.run_dir / "engine.json", engine_json)
-        env = child_environment(self.settings)
-        broker_argv = (*PYTHON_M, "broker", "--config", str(broker_file), "--status-fd")
+        env = {"PYTHONPATH": import_path()}
+        status = ("--status-fd", "{status_fd}", *log_arguments(self.settings))
+        broker_argv = (*PYTHON_M, "broker", "--config", str(broker_file), *status)
         engine_argv = (*PYTHON_M, "engine", "--config", str(engine_file), "--link", str(link))
         specs = [
-            ChildSpec("broker", (*broker_argv, "{status_fd}"), env=env),
-            ChildSpec("engine", engine_argv, env={**OPENMP, **env}),
+            ChildSpec("broker", broker_argv, env=env),
+            ChildSpec("engine", (*engine_argv, *status), env={**OPENMP, **env}),
         ]
         if self.redis is not None:
             # SIGTERM: it writes its append-only file to the end.
@@ -182,9 +178,9 @@ class Worker:
         self._bar.close()
         announcement = self._announcement(event)
         worker_files.announce(self.settings.data_dir, announcement)
-        said = asdict(announcement) | {"redis": public_url(announcement.redis)}
-        log.info("worker.ready", **said)
+        log.info("worker.ready", worker=self.name, pids=announcement.pids)
         if self.as_json:
+            said = asdict(announcement) | {"redis": public_url(announcement.redis)}
             is_new = not self._pids or self._pids == announcement.pids
             print(json.dumps({"event": "ready" if is_new else "restarted", **said}), flush=True)
         elif event.is_first:
@@ -205,8 +201,6 @@ class Worker:
     def _on_progress(self, event: Progress) -> None:
         data = {key: value for key, value in event.data.items() if key != "event"}
         match event.data.get("event"):
-            case "not_ready":
-                log.warning("worker.not_ready", reason=data.get("reason", "unknown"))
             case "listening":
                 self._keep_addresses(str(data.get("zmq") or ""), str(data.get("http") or ""))
             case "progress" if "done" in data:
@@ -222,13 +216,9 @@ def import_path() -> str:
     return os.pathsep.join(dict.fromkeys([*roots, *given]))
 
 
-def child_environment(settings: Settings) -> dict[str, str]:
-    """What the processes take from the environment: where our packages are, how to log."""
-    return {
-        "PYTHONPATH": import_path(),
-        "TOKENBUS_LOG_LEVEL": settings.log_level,
-        "TOKENBUS_LOG_FORMAT": "json" if is_json_log(settings) else "console",
-    }
+def log_arguments(settings: Settings) -> tuple[str, ...]:
+    """How a process of the worker is to log."""
+    return ("--log-level", settings.log_level, "--log-format", settings.log_format)
 
 
 def worker_name() -> str:
@@ -265,8 +255,8 @@ def _run_alone(settings: Settings, arguments: tuple[str, ...], config: str) -> i
     with worker_files.run_directory() as directory:
         file = worker_files.write_private(directory / "config.json", config)
         process = subprocess.Popen(
-            [*PYTHON_M, *arguments, "--config", str(file)],
-            env={**os.environ, **child_environment(settings)},
+            [*PYTHON_M, *arguments, "--config", str(file), *log_arguments(settings)],
+            env={**os.environ, "PYTHONPATH": import_path()},
         )
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the child as well

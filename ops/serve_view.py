@@ -12,7 +12,8 @@ from ops.worker_files import Announcement
 class LoadBar:
     """A progress bar in bytes on stderr while the engine loads; nothing where there is no terminal.
 
-    It appears with the first report and goes with `close`.
+    It appears with the first report and goes with the last, or with `close`: the processes write
+    their logs to the same terminal, and a line of theirs behind a bar cannot be read.
     """
 
     def __init__(self) -> None:
@@ -24,9 +25,13 @@ class LoadBar:
         """How far the load has come, in bytes."""
         if not self._is_shown:
             return
+        if done >= total > 0:
+            self.close()
+            return
         if self._bars is None:
-            self._open()
+            self._bars, self._task = self._make()
         self._bars.update(self._task, description=what, completed=done, total=total or None)
+        self._bars.start()  # again and again is fine
 
     def close(self) -> None:
         """Take the bar away."""
@@ -34,14 +39,13 @@ class LoadBar:
             self._bars.stop()
             self._bars = None
 
-    def _open(self) -> None:
+    def _make(self) -> tuple[Any, Any]:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
         columns = (TextColumn("Loading {task.description}"), BarColumn(), DownloadColumn())
-        self._bars = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bars.add_task("", total=None)
-        self._bars.start()
+        bars = Progress(*columns, console=Console(stderr=True), transient=True)
+        return bars, bars.add_task("", total=None)
 
 
 def ready_line(a: Announcement) -> str:

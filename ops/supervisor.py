@@ -21,10 +21,20 @@ from broker.actor import Actor, ActorSystem
 from ops.child import Child, ChildSpec, describe_exit, start_child
 from ops.exit_codes import CommandError, ExitCode
 from ops.restart_policy import CRASH_WINDOW_S, CrashRecord
+from ops.supervisor_messages import (
+    Exited,
+    Progress,
+    Ready,
+    Start,
+    StatusLine,
+    Stop,
+    WorkerEvent,
+)
 
 log = structlog.get_logger("ops.supervisor")
 
 DRAIN_MARGIN_S = 3.0  # for the broker to say goodbye after its own drain time
+LAST_WORDS_S = 1.0  # for what a dead child wrote into its status pipe
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL of the engine and Redis
 
 
@@ -37,62 +47,6 @@ class State(Enum):
     STOPPED = 4
 
 
-# ---------------------------------------------------------------- messages
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start this child now."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """A child ended. returncode as in subprocess: negative for a signal."""
-
-    name: str
-    pid: int
-    returncode: int
-
-
-@dataclass(frozen=True, slots=True)
-class StatusLine:
-    """One JSON object from a child's status pipe."""
-
-    name: str
-    data: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Drain and stop; a second one does not wait for running jobs."""
-
-    why: str
-
-
-# ---------------------------------------------------------------- to the outside
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker takes jobs. The first time, and again after each restart of a process."""
-
-    data: dict[str, Any]
-    pids: dict[str, int]
-    is_first: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What the broker says while the worker is not ready: loading, not ready and why."""
-
-    data: dict[str, Any]
-
-
-WorkerEvent = Ready | Progress
-
-
 @dataclass(slots=True)
 class _Slot:
     """A child's place: its spec, the running process, and its record."""
@@ -101,12 +55,20 @@ class _Slot:
     lost_code: ExitCode
     child: Child | None = None
     was_ready: bool = False  # since its last start
+    failure: str = ""  # why it cannot run, in its own words
     crashes: CrashRecord = field(default_factory=CrashRecord)
 
 
 _LOST_CODES = {"engine": ExitCode.ENGINE_LOST, "broker": ExitCode.BROKER_LOST}
 # A child that ends with one of these has said why, and will say it again: no restart.
-_FINAL_CODES = {ExitCode.BAD_SETTING, ExitCode.MODEL_UNAVAILABLE, ExitCode.BUS_UNAVAILABLE}
+_REMEDIES = {
+    ExitCode.BAD_SETTING: "docs/OPERATIONS.md lists every setting with its range.",
+    ExitCode.MODEL_UNAVAILABLE: "`tokenbus model inspect MODEL` looks into a model, `tokenbus"
+    " doctor` at this machine.",
+    ExitCode.BUS_UNAVAILABLE: "Perhaps another worker runs here: `--zmq tcp://127.0.0.1:0` takes a"
+    " free port, `tokenbus doctor` checks all addresses.",
+}
+_FINAL_CODES = frozenset(_REMEDIES)
 
 
 class Supervisor(Actor):
@@ -137,6 +99,7 @@ class Supervisor(Actor):
         self._state = State.RUNNING
         self._result = ExitCode.OK
         self._was_ready = False
+        self.failure: CommandError | None = None  # set before `finished`: what a person reads last
         self.finished: asyncio.Future[ExitCode] = system.loop.create_future()
 
     def start(self) -> None:
@@ -151,8 +114,8 @@ class Supervisor(Actor):
                     self.spawn(self._start_one(name), f"start_{name}")
             case Exited():
                 self._on_exited(message)
-            case StatusLine(_, data):
-                self._on_status(data)
+            case StatusLine(name, data):
+                self._on_status(name, data)
             case Stop(why):
                 self._on_stop(why)
             case _:
@@ -174,7 +137,7 @@ class Supervisor(Actor):
                     await self._start_one(name)
         except CommandError as error:
             log.error("worker.cannot_start", error=error.message, remedy=error.remedy)
-            self._result = error.code
+            self._result, self.failure = error.code, error
             self._on_stop("cannot start")
 
     async def _start_one(self, name: str) -> None:
@@ -183,17 +146,18 @@ class Supervisor(Actor):
         child = await start_child(slot.spec)
         slot.child = child
         log.info("process.started", process=name, pid=child.pid)
-        self.spawn(self._watch(child), f"watch_{name}")
-        if child.status is not None:
-            self.spawn(self._read_status(child), f"status_{name}")
+        reading = self.spawn(self._read_status(child), f"status_{name}")
+        self.spawn(self._watch(child, reading), f"watch_{name}")
         if self._state in (State.STOPPING, State.STOPPED):  # it was decided while it started
             child.send(signal.SIGKILL)
         if name in self._after_start:
             await self._after_start[name]()
             slot.was_ready = True
 
-    async def _watch(self, child: Child) -> None:
+    async def _watch(self, child: Child, reading: asyncio.Task[None]) -> None:
         returncode = await child.process.wait()
+        # What it said last comes first; a pipe that a process of its own still holds has no end.
+        await asyncio.wait([reading], timeout=LAST_WORDS_S)
         self.tell(Exited(child.spec.name, child.pid, returncode))
 
     async def _read_status(self, child: Child) -> None:
@@ -202,8 +166,11 @@ class Supervisor(Actor):
 
     # ------------------------------------------------------------ running
 
-    def _on_status(self, data: dict[str, Any]) -> None:
+    def _on_status(self, name: str, data: dict[str, Any]) -> None:
         event = data.get("event")
+        if event == "failed":
+            self._slots[name].failure = str(data.get("error", ""))
+            return
         if event == "draining" and self._state is State.RUNNING:
             self._begin_drain("asked over the bus")
         if event != "ready":
@@ -233,10 +200,14 @@ class Supervisor(Actor):
     def _restart_or_give_up(self, slot: _Slot, message: Exited) -> None:
         slot.crashes.add(time.monotonic(), was_ready=slot.was_ready)
         if message.returncode in _FINAL_CODES:
-            self._give_up(ExitCode(message.returncode), message.name, "it said why, above")
+            code = ExitCode(message.returncode)
+            why = slot.failure or "it said why, above"
+            self._give_up(message.name, CommandError(code, why, _REMEDIES[code]))
         elif slot.crashes.is_hopeless:
             why = f"{slot.crashes.num_recent} crashes within {CRASH_WINDOW_S:.0f} s; see its log"
-            self._give_up(slot.lost_code, message.name, why)
+            why += f"; the last: {slot.failure}" if slot.failure else ""
+            remedy = "`tokenbus doctor` checks this machine."
+            self._give_up(message.name, CommandError(slot.lost_code, why, remedy))
         else:
             delay_s = slot.crashes.backoff_s
             log.info("process.restarting", process=message.name, delay_s=delay_s)
@@ -245,9 +216,10 @@ class Supervisor(Actor):
     def _tell_start(self, name: str) -> None:
         self.tell(Start(name))
 
-    def _give_up(self, code: ExitCode, name: str, why: str) -> None:
-        log.error("worker.giving_up", process=name, why=why, exit_code=int(code))
-        self._result = code
+    def _give_up(self, name: str, error: CommandError) -> None:
+        log.error("worker.giving_up", process=name, why=error.message, exit_code=int(error.code))
+        self._result = error.code
+        self.failure = CommandError(error.code, f"{name}: {error.message}", error.remedy)
         self._drain_s = 0.0  # without its engine or broker no job can finish here
         self._on_stop(f"{name} lost")
 

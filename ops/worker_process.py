@@ -49,7 +49,11 @@ class WorkerProcess:
         if not line:
             code = await self.process.wait()
             raise self._failed(f"ended with exit code {code}", code)
-        self.ready = dict(json.loads(line))
+        event = dict(json.loads(line))
+        if "error" in event:
+            await self.process.wait()
+            raise self._given_up(event)
+        self.ready = event
         return self.ready
 
     async def stop(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 60.0) -> int:
@@ -70,6 +74,14 @@ class WorkerProcess:
         except FileNotFoundError:
             return "(no log)"
         return "\n".join(lines[-_LOG_LINES:])
+
+    def _given_up(self, said: Mapping[str, Any]) -> WorkerFailed:
+        """What `serve` says at its end; behind a crash, which it cannot explain, its log."""
+        code = ExitCode(said["exit_code"])
+        message = f"the worker ended: {said['error']}"
+        if code in (ExitCode.ENGINE_LOST, ExitCode.BROKER_LOST):
+            message += f"; its log ends:\n{self.log_tail()}"
+        return WorkerFailed(code, message, said["remedy"])
 
     def _failed(self, what: str, code: int = int(ExitCode.FAILED)) -> WorkerFailed:
         known = ExitCode(code) if code in set(ExitCode) and code else ExitCode.FAILED

@@ -25,7 +25,7 @@ Name = Annotated[
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Progress | None]:
-    """A bar in bytes on stderr; None where stderr is not a terminal."""
+    """A bar in bytes on stderr, from the first report on; None where stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -38,9 +38,17 @@ def progress_bar(what: str) -> Iterator[Progress | None]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total or None)
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bars.add_task(what, total=None)
+
+    def report(done: int, total: int) -> None:
+        bars.start()  # again and again is fine
+        bars.update(task, completed=done, total=total or None)
+
+    try:
+        yield report
+    finally:
+        bars.stop()
 
 
 def resolve_with_bar(name: str) -> ResolvedModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -178,7 +179,8 @@ async def test_a_taken_port_ends_the_worker_with_a_sentence(tmp_path: Path) -> N
             async with run_worker(tmp_path / "second", arguments):
                 pass
     assert caught.value.code is ExitCode.BUS_UNAVAILABLE
-    assert "address already in use" in caught.value.message.lower()
+    assert "broker: address already in use" in caught.value.message.lower()
+    assert "--zmq tcp://127.0.0.1:0" in caught.value.remedy
 
 
 async def test_a_model_that_cannot_be_loaded_ends_the_worker_with_a_sentence(
@@ -192,7 +194,27 @@ async def test_a_model_that_cannot_be_loaded_ends_the_worker_with_a_sentence(
             pass
     assert caught.value.code is ExitCode.MODEL_UNAVAILABLE
     assert "broken.gguf" in caught.value.message
-    assert "process.restarting" not in caught.value.message
+    assert "tokenbus doctor" in caught.value.remedy
+    assert "process.restarting" not in (tmp_path / "data" / "worker.log").read_text()
+
+
+async def test_log_level_and_format_reach_every_process(tmp_path: Path) -> None:
+    arguments = (*FAKE, "--log-level", "debug", "--set", "log_format=console")
+    async with fake_worker(tmp_path, arguments) as worker:
+        text = worker.log_file.read_text()
+        arguments_of = [Path(f"/proc/{worker.pids[name]}/cmdline") for name in ("broker", "engine")]
+        for file in arguments_of:
+            said = file.read_bytes().decode().split("\0")
+            assert said[said.index("--log-level") + 1] == "debug"
+    for event in ("process.started", "broker.listening", "engine.ready"):
+        assert re.search(rf"^\d\d:\d\d:\d\d \[info +\] {event} ", text, re.MULTILINE), event
+
+
+async def test_a_json_log_line_begins_with_when_how_bad_and_what(tmp_path: Path) -> None:
+    async with fake_worker(tmp_path) as worker:
+        pass
+    lines = [json.loads(line) for line in worker.log_file.read_text().splitlines()]
+    assert {tuple(line)[:3] for line in lines} == {("timestamp", "level", "event")}
 
 
 async def test_client_commands_find_the_worker_on_this_host(tmp_path: Path) -> None:

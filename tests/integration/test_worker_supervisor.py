@@ -14,7 +14,8 @@ import pytest
 from broker.actor import ActorSystem
 from ops.child import ChildSpec, describe_exit
 from ops.exit_codes import ExitCode
-from ops.supervisor import Ready, Stop, Supervisor, WorkerEvent
+from ops.supervisor import Supervisor
+from ops.supervisor_messages import Ready, Stop, WorkerEvent
 
 # Reports ready on its status pipe, stops with code 0 on SIGTERM.
 BROKER = """
