@@ -5,6 +5,7 @@ come, connections that break, a server that accepts and says nothing.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from contextlib import suppress
 
 from tests.redis_servers import RedisServer
@@ -15,11 +16,12 @@ class RedisProxy:
 
     drop_replies: requests reach the server, answers are swallowed. drop_requests: nothing reaches
     the server. cut_after: break the connection when the server has seen a request that holds these
-    bytes, before the answer comes back; once.
+    bytes, before the answer comes back; once. tls: speak TLS to the client; few redis-servers can.
     """
 
-    def __init__(self, server: RedisServer) -> None:
+    def __init__(self, server: RedisServer, tls: ssl.SSLContext | None = None) -> None:
         self._server = server
+        self._tls = tls
         self._listener: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self.drop_replies = False
@@ -29,14 +31,15 @@ class RedisProxy:
 
     async def start(self) -> RedisProxy:
         """Open the port."""
-        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
         return self
 
     @property
     def url(self) -> str:
         """What a worker connects to."""
         assert self._listener is not None, "the proxy is not started"
-        return f"redis://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
+        scheme = "rediss" if self._tls else "redis"
+        return f"{scheme}://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
     def heal(self) -> None:
         """No more faults."""
