@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from engine.cpu.kv_cache import KvCache
-from engine.cpu.step_inputs import DecodeGroup
+from engine.cpu.step_inputs import PIECE_TOKENS, DecodeGroup
+from engine.cpu.tables import FloatArray, LongArray
 from engine.plan import IntArray, StepPlan
 
 
@@ -23,11 +24,15 @@ class DecodeContexts:
         self._max_bytes = max_bytes
         self._rows: IntArray = np.zeros(0, np.int32)
         self._positions: IntArray = np.zeros(0, np.int32)
-        self._length = 0  # of a context, padded
-        self._layers: torch.Tensor | None = None  # [layers, 2, B * kv heads, length, head_dim]
-        self._vectors: list[torch.Tensor] = []  # the same by layer, [.., head_dim]
-        self._pieces = torch.zeros(0, dtype=torch.int64)  # where to gather from
-        self._index: torch.Tensor | None = None  # where the step's tokens go; None: gather
+        self._num_rows = 0
+        # [layers, 2, B * kv heads, length, head_dim]; lengths are padded.
+        self._shape: tuple[int, ...] = (0, 0, 0, 0, 0)
+        self._layers: torch.Tensor | None = None
+        # The same by layer: vectors [.., head_dim], and as `layer` gives them out.
+        self._vectors: list[FloatArray] = []
+        self._pairs: list[tuple[FloatArray, FloatArray]] = []
+        self._blocks = torch.zeros(0, dtype=torch.int64)  # where to gather from
+        self._index: LongArray | None = None  # where the step's tokens go; None: gather
 
     def enter(self, plan: StepPlan, group: DecodeGroup | None) -> None:
         """Take up a step, before its layers run."""
@@ -39,7 +44,7 @@ class DecodeContexts:
         rows, positions = plan.rows[: plan.num_decode], plan.num_computed[: plan.num_decode]
         goes_on = (
             self._layers is not None
-            and group.context == self._length
+            and group.context == self._shape[3]
             and np.array_equal(rows, self._rows)
             and np.array_equal(positions, self._positions + 1)
         )
@@ -49,33 +54,37 @@ class DecodeContexts:
             self._start(group)
         self._rows, self._positions = rows.copy(), positions.copy()
 
-    def layer(
-        self, index: int, group: DecodeGroup, kv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, index: int, kv: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Keys and values of one layer, the step's tokens included.
 
         kv float32 [B, 2 * kv heads, head_dim]: k | v of those tokens, in the paged cache already.
-        Returns two of float32 [B * kv heads, length, head_dim].
+        Returns two of float32 [B, kv heads, pieces, PIECE_TOKENS, head_dim].
         """
-        batch_heads = group.num_rows * kv.shape[1] // 2
         if self._layers is None:
-            k, v = self._cache.gather(index, self._pieces, batch_heads)
-        elif self._index is None:
-            k, v = self._cache.gather(index, self._pieces, batch_heads, self._layers[index])
+            return self._by_piece(self._cache.gather(index, self._blocks, self._shape[2]))
+        if self._index is None:
+            self._cache.gather(index, self._blocks, self._shape[2], self._layers[index])
         else:
-            self._vectors[index].index_put_((self._index,), kv)
-            k, v = self._layers[index]
-        return k, v
+            self._vectors[index][self._index] = kv
+        return self._pairs[index]
 
     def _start(self, group: DecodeGroup) -> None:
         """Make room for another set of rows or longer contexts, or go without."""
         self._index = None
-        self._pieces = self._cache.piece_index(group.block_table)
-        self._length = group.context
-        shape = self._cache.context_shape(group.num_rows, group.context)
-        if self._layers is not None and self._layers.shape == shape:
+        self._blocks = self._cache.piece_index(group.block_table)
+        self._num_rows = group.num_rows
+        self._shape = self._cache.context_shape(group.num_rows, group.context)
+        if self._layers is not None and self._layers.shape == self._shape:
             return
-        self._layers = None
-        if 4 * torch.Size(shape).numel() <= self._max_bytes:
-            self._layers = torch.empty(shape)
-            self._vectors = [layer.view(-1, shape[-1]) for layer in self._layers]
+        self._layers, self._vectors, self._pairs = None, [], []
+        if 4 * torch.Size(self._shape).numel() <= self._max_bytes:
+            self._layers = torch.empty(self._shape)
+            self._vectors = [layer.numpy().reshape(-1, self._shape[-1]) for layer in self._layers]
+            self._pairs = [self._by_piece(layer) for layer in self._layers]
+
+    def _by_piece(self, context: torch.Tensor) -> tuple[FloatArray, FloatArray]:
+        """One layer's keys and values, as `layer` gives them out."""
+        length, head_dim = self._shape[-2:]
+        shape = (2, self._num_rows, -1, length // PIECE_TOKENS, PIECE_TOKENS, head_dim)
+        k, v = context.numpy().reshape(shape)
+        return k, v

@@ -6,18 +6,19 @@ and rotation becomes one complex product in place. Scores do not change, since q
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from engine.cpu.attention import DecodeAttention
+from engine.cpu.compiled import compiled
 from engine.cpu.contexts import DecodeContexts
 from engine.cpu.kv_cache import KvCache
-from engine.cpu.linear import Linear, LinearFactory
+from engine.cpu.linear import FromResidual, IntoResidual, LinearFactory
 from engine.cpu.norm import Residual, RmsNorm, head_norm
-from engine.cpu.step_inputs import DecodeGroup, PromptTile, StepInputs
+from engine.cpu.step_inputs import PromptTile, StepInputs
 from engine.model.quantized import QuantizedMatrix
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights
@@ -25,12 +26,10 @@ from engine.model.weights import LayerWeights
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    qkv: Linear
-    o: Linear
-    gate_up: Linear
-    down: Linear
-    attn_norm: RmsNorm
-    mlp_norm: RmsNorm
+    qkv: FromResidual
+    o: IntoResidual
+    gate_up: FromResidual
+    down: IntoResidual
     qk_norm: torch.Tensor | None  # [q heads + kv heads, head_dim]
     window: int
 
@@ -65,14 +64,14 @@ class Decoder:
     def forward(self, embeddings: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """Embeddings float32 [T, H] -> normed states of sampled tokens [S, H]."""
         residual = Residual.of(embeddings, self._spec.rms_norm_eps)
-        x = residual.values
         rotation = self._rotation(step.positions)
+        attention = None
+        if step.decode is not None:
+            attention = DecodeAttention(self._spec, step.decode)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(layer.attn_norm(residual)).float()
-            attended = self._attend(index, layer, qkv, rotation, step)
-            x.add_(layer.o(attended.to(layer.o.input_dtype)))
-            gate, up = layer.gate_up(layer.mlp_norm(residual)).chunk(2, dim=1)
-            x.add_(layer.down(silu(gate).mul_(up).to(layer.down.input_dtype)))
+            qkv = layer.qkv(residual).float()
+            layer.o.add_to(residual, self._attend(index, layer, qkv, rotation, step, attention))
+            layer.down.add_to(residual, _gated(layer.gate_up(residual)))
         return self._final_norm(residual.take(step.sample_tokens))
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
@@ -87,41 +86,26 @@ class Decoder:
         qkv: torch.Tensor,
         rotation: torch.Tensor,
         step: StepInputs,
+        attention: DecodeAttention | None,
     ) -> torch.Tensor:
         """Projected q | k | v, float32 [T, qkv_size] -> attention output [T, q_size]."""
         spec = self._spec
-        heads = qkv.view(len(qkv), -1, spec.head_dim)
-        qk = heads[:, : spec.num_heads + spec.num_kv_heads]
+        rotated_heads = spec.num_heads + spec.num_kv_heads
         if layer.qk_norm is not None:
-            head_norm(qk, layer.qk_norm, spec.rms_norm_eps)
-        pairs = qk.view(len(qk), qk.shape[1], -1, 2)
-        torch.view_as_complex(pairs).mul_(rotation)
-        self._cache.write(index, step.kv_index, heads[:, spec.num_heads :])
+            heads = qkv.view(len(qkv), -1, spec.head_dim)
+            head_norm(heads[:, :rotated_heads], layer.qk_norm, spec.rms_norm_eps)
+        _rotate(qkv, rotation, rotated_heads)
+        array = qkv.numpy().reshape(len(qkv), -1, spec.head_dim)
+        self._cache.write(index, step.kv_index, array[:, spec.num_heads :])
         parts = []
-        if step.decode is not None:
-            part = heads[: step.decode.num_rows]
-            parts.append(self._decode_attention(index, layer.window, part, step.decode))
+        if attention is not None:
+            rows = array[: attention.num_rows]
+            k, v = self._contexts.layer(index, rows[:, spec.num_heads :])
+            parts.append(attention(rows, k, v, layer.window))
         for tile in step.tiles:
-            part = heads[tile.start : tile.start + tile.length]
+            part = qkv[tile.start : tile.start + tile.length].view(tile.length, -1, spec.head_dim)
             parts.append(self._tile_attention(index, layer.window, part, tile))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _decode_attention(
-        self, index: int, window: int, heads: torch.Tensor, group: DecodeGroup
-    ) -> torch.Tensor:
-        """Heads q | k | v, float32 [B, q + 2 * kv heads, head_dim] -> [B, q_size].
-
-        The query heads of one kv head are the rows of one small product.
-        """
-        spec = self._spec
-        batch_heads = group.num_rows * spec.num_kv_heads
-        k, v = self._contexts.layer(index, group, heads[:, spec.num_heads :])
-        queries = heads[:, : spec.num_heads].reshape(batch_heads, -1, spec.head_dim)
-        scores = torch.baddbmm(
-            group.masks[window], queries, k.transpose(1, 2), alpha=1 / math.sqrt(spec.head_dim)
-        )
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), v)
-        return mixed.view(group.num_rows, spec.q_size)
 
     def _tile_attention(
         self, index: int, window: int, heads: torch.Tensor, tile: PromptTile
@@ -142,28 +126,39 @@ class Decoder:
         return mixed[0].transpose(0, 1).reshape(tile.length, spec.q_size)
 
 
+@compiled
+def _rotate(qkv: torch.Tensor, rotation: torch.Tensor, num_heads: int) -> None:
+    """Rotate the first heads in place. float32 [T, ..], complex64 [T, 1, head_dim / 2]."""
+    pairs = torch.view_as_complex(qkv.view(qkv.size(0), -1, rotation.size(2), 2))
+    pairs[:, :num_heads].mul_(rotation)
+
+
+@compiled
+def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate | up [T, 2I] -> silu(gate) * up."""
+    gate, up = gate_up.chunk(2, dim=1)
+    return silu(gate).mul_(up)
+
+
 def _prepare_layer(
     spec: ModelSpec, weights: LayerWeights, window: int, make_linear: LinearFactory
 ) -> _Layer:
     order = _paired_order(spec)
     bias = None if weights.qkv_bias is None else weights.qkv_bias[order]
     if isinstance(weights.qkv, QuantizedMatrix):
-        qkv = make_linear(weights.qkv.permuted(order), bias)
+        qkv = make_linear.normed(weights.qkv.permuted(order), weights.attn_norm, bias)
     else:
-        qkv = make_linear(weights.qkv[order], bias)
+        qkv = make_linear.normed(weights.qkv[order], weights.attn_norm, bias)
     qk_norm = None
     if weights.q_norm is not None and weights.k_norm is not None:
         pairs = _pair_neighbours(spec.head_dim)
         q_part = weights.q_norm[pairs].expand(spec.num_heads, -1)
         qk_norm = torch.cat([q_part, weights.k_norm[pairs].expand(spec.num_kv_heads, -1)])
-    gate_up = make_linear(weights.gate_up)
     return _Layer(
         qkv=qkv,
-        o=make_linear(weights.o),
-        gate_up=gate_up,
-        down=make_linear(weights.down),
-        attn_norm=RmsNorm(weights.attn_norm, qkv.input_dtype),
-        mlp_norm=RmsNorm(weights.mlp_norm, gate_up.input_dtype),
+        o=make_linear.added(weights.o),
+        gate_up=make_linear.normed(weights.gate_up, weights.mlp_norm),
+        down=make_linear.added(weights.down),
         qk_norm=qk_norm,
         window=window,
     )

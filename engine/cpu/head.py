@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from engine.cpu.linear import LinearFactory
@@ -50,8 +51,10 @@ class LmHead:
         return logits
 
     def _refine(self, logits: torch.Tensor, hidden: torch.Tensor, exact: QuantizedMatrix) -> None:
-        best = logits.amax(dim=1, keepdim=True)
-        near = logits >= best - best.abs() * _REFINE_MARGIN
-        rows, tokens = near.nonzero(as_tuple=True)
-        vectors = exact.take(tokens.numpy()).dequantize()
-        logits[rows, tokens] = (hidden[rows] * vectors).sum(dim=1)
+        # In NumPy: torch takes some ten times as long to compare and to find.
+        values = logits.numpy()
+        best = values.max(axis=1, keepdims=True)
+        near = np.flatnonzero(values >= best - np.abs(best) * np.float32(_REFINE_MARGIN))
+        rows, tokens = np.divmod(near, values.shape[1])
+        vectors = exact.take(tokens).dequantize()
+        values[rows, tokens] = (hidden[torch.from_numpy(rows)] * vectors).sum(dim=1).numpy()

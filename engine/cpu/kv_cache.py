@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from engine.cpu.tables import FloatArray, LongArray
 from engine.model.spec import ModelSpec
 from engine.plan import IntArray
 
@@ -26,10 +27,10 @@ class KvCache:
         self.num_bytes = self._data.numel() * self._data.element_size()
         pieces = (num_blocks + 1) * 2 * heads
         self._pieces = [layer.view(pieces, block_size * head_dim) for layer in self._data]
-        self._vectors = [layer.view(pieces * block_size, head_dim) for layer in self._data]
+        self._vectors = [layer.numpy().reshape(-1, head_dim) for layer in self._data]
         self._head_dim = head_dim
         self._piece_of_side = torch.arange(2 * heads).view(2, 1, heads, 1)
-        self._piece_of_vector = torch.arange(2 * heads).view(1, 2 * heads)
+        self._piece_of_vector = np.arange(2 * heads)[None, :]
 
     def clear_blocks(self, blocks: torch.Tensor) -> None:
         """Zero whole blocks, int64 [B], before a new owner fills them.
@@ -39,11 +40,11 @@ class KvCache:
         """
         self._data.index_fill_(1, blocks, 0.0)
 
-    def vector_index(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def vector_index(self, blocks: LongArray, offsets: LongArray) -> LongArray:
         """Addresses of tokens for `write`: block int64 [T], offset int64 [T] -> [T, 2 * heads]."""
         heads2 = self._piece_of_vector.shape[1]
         pieces = blocks[:, None] * heads2 + self._piece_of_vector
-        index: torch.Tensor = pieces * self.block_size + offsets[:, None]
+        index: LongArray = pieces * self.block_size + offsets[:, None]
         return index
 
     def piece_index(self, block_table: torch.Tensor) -> torch.Tensor:
@@ -52,9 +53,9 @@ class KvCache:
         index: torch.Tensor = block_table[None, :, None, :] * heads2 + self._piece_of_side
         return index.reshape(-1)
 
-    def write(self, layer: int, index: torch.Tensor, kv: torch.Tensor) -> None:
+    def write(self, layer: int, index: LongArray, kv: FloatArray) -> None:
         """Store k | v of T tokens, float32 [T, 2 * heads, head_dim]."""
-        self._vectors[layer].index_put_((index,), kv)
+        self._vectors[layer][index] = kv
 
     def gather(
         self, layer: int, index: torch.Tensor, batch_heads: int, out: torch.Tensor | None = None
@@ -72,7 +73,7 @@ class KvCache:
         heads = self._piece_of_vector.shape[1] // 2
         return (len(self._data), 2, num_rows * heads, length, self._head_dim)
 
-    def context_index(self, positions: IntArray, length: int) -> torch.Tensor:
+    def context_index(self, positions: IntArray, length: int) -> LongArray:
         """Addresses in gathered contexts of one token a row, int32 [B] -> int64 [B, 2 * heads].
 
         They count vectors of one layer.
@@ -82,4 +83,5 @@ class KvCache:
         side, head = np.divmod(np.arange(heads2), heads)
         rows = np.arange(len(positions))[:, None]
         line = (side * len(positions) + rows) * heads + head
-        return torch.from_numpy(line * length + positions[:, None])
+        index: LongArray = line * length + positions[:, None]
+        return index

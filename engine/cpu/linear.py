@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch.nn.functional import linear
 
-from engine.cpu.int8 import DynamicInt8Linear, TokenQuantizer, block_of
+from engine.cpu.int8 import DynamicInt8Linear, NormedInt8Linear, TokenRotator, block_of
+from engine.cpu.norm import Residual, RmsNorm
 from engine.model.quantized import AffineGroups, QuantizedMatrix
 from engine.model.weights import Matrix
 
@@ -42,6 +43,51 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] in `input_dtype` -> [T, N] in `input_dtype`."""
         ...
+
+
+class FromResidual(Protocol):
+    """y = norm(residual) W^T + bias."""
+
+    num_bytes: int
+
+    def __call__(self, residual: Residual) -> torch.Tensor:
+        """-> [T, N] in the layer's own dtype."""
+        ...
+
+
+class IntoResidual(Protocol):
+    """residual += x W^T."""
+
+    num_bytes: int
+
+    def add_to(self, residual: Residual, x: torch.Tensor) -> None:
+        """x [T, K] contiguous."""
+        ...
+
+
+class NormedLinear:
+    """A norm and any linear layer behind it."""
+
+    def __init__(self, linear: Linear, norm: torch.Tensor) -> None:
+        self._linear = linear
+        self._norm = RmsNorm(norm, linear.input_dtype)
+        self.num_bytes = linear.num_bytes
+
+    def __call__(self, residual: Residual) -> torch.Tensor:
+        """-> [T, N] in the dtype of the linear layer."""
+        return self._linear(self._norm(residual))
+
+
+class AddedLinear:
+    """Any linear layer whose result is added to the residual stream."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+        self.num_bytes = linear.num_bytes
+
+    def add_to(self, residual: Residual, x: torch.Tensor) -> None:
+        """x [T, K]."""
+        residual.values.add_(self._linear(x.to(self._linear.input_dtype)))
 
 
 class DenseLinear:
@@ -118,18 +164,43 @@ class LinearFactory:
 
     def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme
-        self._quantizers: dict[int, TokenQuantizer] = {}  # by number of columns
+        self._rotators: dict[int, TokenRotator] = {}  # by number of columns
 
-    def __call__(self, matrix: Matrix, bias: torch.Tensor | None = None) -> Linear:
+    def __call__(self, matrix: Matrix) -> Linear:
         """The scheme's layer for a quantized matrix of this shape, dense if it has none."""
-        if isinstance(matrix, torch.Tensor):
-            return DenseLinear(matrix, bias)
-        num_rows, num_columns = matrix.shape
-        if self._scheme is Scheme.INT8 and block_of(num_columns):
-            quantizer = self._quantizers.setdefault(num_columns, TokenQuantizer(num_columns))
-            return DynamicInt8Linear(matrix, quantizer, bias)
-        if num_columns % _GROUP or num_rows % _ROW_MULTIPLE:
-            return DenseLinear(matrix.dequantize(), bias)
-        if matrix.kind.is_4bit_group32:
-            return Int4Linear(matrix.affine(), bias)
-        return Int8Linear(matrix, bias)
+        rotator = self._rotator(matrix)
+        if rotator is not None and isinstance(matrix, QuantizedMatrix):
+            return DynamicInt8Linear(matrix, rotator)
+        return _plain(matrix)
+
+    def normed(
+        self, matrix: Matrix, norm: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> FromResidual:
+        """The same behind a norm of this weight, [K]."""
+        rotator = self._rotator(matrix)
+        if rotator is not None and isinstance(matrix, QuantizedMatrix):
+            return NormedInt8Linear(matrix, rotator, norm, bias)
+        return NormedLinear(_plain(matrix, bias), norm)
+
+    def added(self, matrix: Matrix) -> IntoResidual:
+        """The same for a result that the residual stream takes up."""
+        linear = self(matrix)
+        return linear if isinstance(linear, DynamicInt8Linear) else AddedLinear(linear)
+
+    def _rotator(self, matrix: Matrix) -> TokenRotator | None:
+        """What 8-bit products of this matrix need; None if there are none."""
+        num_columns = matrix.shape[1]
+        if self._scheme is not Scheme.INT8 or not block_of(num_columns):
+            return None
+        return self._rotators.setdefault(num_columns, TokenRotator(num_columns))
+
+
+def _plain(matrix: Matrix, bias: torch.Tensor | None = None) -> Linear:
+    if isinstance(matrix, torch.Tensor):
+        return DenseLinear(matrix, bias)
+    num_rows, num_columns = matrix.shape
+    if num_columns % _GROUP or num_rows % _ROW_MULTIPLE:
+        return DenseLinear(matrix.dequantize(), bias)
+    if matrix.kind.is_4bit_group32:
+        return Int4Linear(matrix.affine(), bias)
+    return Int8Linear(matrix, bias)

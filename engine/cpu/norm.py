@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import rms_norm
 
+from engine.cpu.tables import FloatArray
+
 _PAD = 16  # keeps lines on 64-byte boundaries
 
 
@@ -20,11 +22,12 @@ _PAD = 16  # keeps lines on 64-byte boundaries
 class Residual:
     """The residual stream. lines float32 [T, H + 16]: values, then sqrt(eps * H), then zeros.
 
-    values is the view [T, H] of it.
+    values and array are views [T, H] of it.
     """
 
     lines: torch.Tensor
     values: torch.Tensor
+    array: FloatArray
 
     @classmethod
     def of(cls, embeddings: torch.Tensor, eps: float) -> Residual:
@@ -34,12 +37,18 @@ class Residual:
         lines[:, size] = math.sqrt(eps * size)
         values = lines[:, :size]
         values.copy_(embeddings)
-        return cls(lines, values)
+        return cls(lines, values, values.numpy())
 
     def take(self, tokens: torch.Tensor) -> Residual:
         """Some of the tokens, int64 [S]."""
         lines = self.lines[tokens]
-        return Residual(lines, lines[:, : self.values.shape[1]])
+        values = lines[:, : self.values.shape[1]]
+        return Residual(lines, values, values.numpy())
+
+    def lengths(self) -> torch.Tensor:
+        """float32 [T, 1]: what a norm divides by, times sqrt(H)."""
+        lengths: torch.Tensor = torch.linalg.vector_norm(self.lines, dim=1, keepdim=True)
+        return lengths
 
 
 class RmsNorm:
@@ -51,9 +60,8 @@ class RmsNorm:
 
     def __call__(self, residual: Residual) -> torch.Tensor:
         """float32 [T, H] -> `dtype` [T, H]."""
-        length = torch.linalg.vector_norm(residual.lines, dim=1, keepdim=True)
         out = torch.empty(residual.values.shape, dtype=self._dtype)
-        return torch.mul(residual.values, self._scaled_weight / length, out=out)
+        return torch.mul(residual.values, self._scaled_weight / residual.lengths(), out=out)
 
 
 def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:

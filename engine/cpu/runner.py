@@ -17,6 +17,11 @@ from engine.cpu.tables import RowTables
 from engine.plan import RunnerInfo, StepPlan, StepResult
 
 
+def _unchecked() -> np.errstate:
+    """NumPy says nothing of numbers that are not finite: the sampler reports their row."""
+    return np.errstate(all="ignore")
+
+
 class CpuRunner:
     """`Runner` over a model and the row tables; made by `engine.build`.
 
@@ -41,7 +46,7 @@ class CpuRunner:
         num_tokens = int(plan.num_new.sum())
         self._set_threads(self._pacer.choose(num_tokens))
         start = time.perf_counter()
-        with torch.inference_mode():
+        with torch.inference_mode(), _unchecked():
             self._results.append(self._run(plan))
         self._pacer.record(num_tokens, time.perf_counter() - start)
 
@@ -59,7 +64,7 @@ class CpuRunner:
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run one step up to its logits, float32 [S, V], without sampling. For tests."""
-        with torch.inference_mode():
+        with torch.inference_mode(), _unchecked():
             return self._forward(plan)
 
     def _set_threads(self, num_threads: int) -> None:

@@ -34,7 +34,7 @@ def sample(
         _penalise(logits, rows, positions, tables)
     for i in np.flatnonzero(positions < tables.min_position[rows]):
         logits[i, tables.stop_ids[rows[i]].astype(np.int64)] = -torch.inf
-    tokens: IntArray = logits.argmax(dim=1).numpy().astype(np.int32)
+    tokens: IntArray = logits.numpy().argmax(axis=1).astype(np.int32)
     warm = tables.temperature[rows] >= _GREEDY_BELOW
     for i in np.flatnonzero(warm & ~bad):
         tokens[i] = sample_row(logits[i].numpy(), int(rows[i]), int(positions[i]), tables)

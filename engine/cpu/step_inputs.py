@@ -3,8 +3,7 @@
 Attention's shapes depend on a token's position and its prompt's length alone, never on what else is
 in the step: the last bits of a product follow from its shape. So prompt chunks are cut into tiles
 at multiples of `TILE_TOKENS`, and contexts of decode rows are padded to multiples of
-`CONTEXT_MULTIPLE`: behind that, more padding adds exact zeros at the end of a sum and no other
-path through a product.
+`PIECE_TOKENS`: behind that, more padding adds exact zeros at the end of a sum.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import numpy as np
 import torch
 
 from engine.cpu.kv_cache import KvCache
-from engine.cpu.tables import RowTables
+from engine.cpu.tables import LongArray, RowTables
 from engine.plan import StepPlan
 
 TILE_TOKENS = 64
-CONTEXT_MULTIPLE = 64
+PIECE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class StepInputs:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    kv_index: torch.Tensor
+    kv_index: LongArray
     decode: DecodeGroup | None
     tiles: tuple[PromptTile, ...]
     sample_tokens: torch.Tensor
@@ -83,8 +82,7 @@ def build_step_inputs(
     within = np.arange(ends[-1]) - np.repeat(starts, num_new)
     positions = within + np.repeat(plan.num_computed.astype(np.int64), num_new)
     block_size = cache.block_size
-    blocks = torch.from_numpy(tables.blocks[rows, positions // block_size])
-    offsets = torch.from_numpy(positions % block_size)
+    blocks = tables.blocks[rows, positions // block_size]
     decode = None
     if plan.num_decode:
         decode = _decode_group(plan, tables, cache, windows, kv_heads)
@@ -97,7 +95,7 @@ def build_step_inputs(
     return StepInputs(
         token_ids=torch.from_numpy(tables.tokens[rows, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
-        kv_index=cache.vector_index(blocks, offsets),
+        kv_index=cache.vector_index(blocks, positions % block_size),
         decode=decode,
         tiles=tiles,
         sample_tokens=torch.from_numpy(ends[plan.sample] - 1),
@@ -109,7 +107,7 @@ def _decode_group(
 ) -> DecodeGroup:
     rows = plan.rows[: plan.num_decode]
     positions = plan.num_computed[: plan.num_decode].astype(np.int64)
-    multiple = math.lcm(CONTEXT_MULTIPLE, cache.block_size)
+    multiple = math.lcm(PIECE_TOKENS, cache.block_size)
     columns = (int(positions.max()) // multiple + 1) * (multiple // cache.block_size)
     # Table entries behind a row's end are leftovers of its last owner.
     last = (positions // cache.block_size)[:, None]

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from engine.cpu.int8 import (
-    NUM_PADS,
     DynamicInt8Linear,
-    TokenQuantizer,
+    NormedInt8Linear,
+    TokenRotator,
     block_of,
     has_int8_products,
     rotate,
 )
+from engine.cpu.norm import Residual
 from engine.model.quantized import QuantizedMatrix, QuantKind
 
 ROWS, COLUMNS = 320, 192
@@ -34,7 +35,7 @@ def make_matrix(num_rows: int, num_columns: int) -> QuantizedMatrix:
 def make_layer(matrix: QuantizedMatrix) -> DynamicInt8Linear:
     if not has_int8_products():
         pytest.skip("this CPU has no fast 8-bit products")
-    return DynamicInt8Linear(matrix, TokenQuantizer(matrix.shape[1]))
+    return DynamicInt8Linear(matrix, TokenRotator(matrix.shape[1]))
 
 
 def tokens(count: int, seed: int = 1) -> torch.Tensor:
@@ -55,15 +56,20 @@ def test_a_rotation_is_undone_by_itself_and_keeps_products() -> None:
     torch.testing.assert_close((rotate(x) * rotate(y)).sum(1), (x * y).sum(1))
 
 
-def test_tokens_are_rounded_to_whole_numbers_of_their_own_range() -> None:
-    x = tokens(5) * torch.tensor([[1e-6], [1.0], [1e6], [3.0], [0.1]])
-    whole, largest = TokenQuantizer(COLUMNS)(x)
-    assert whole.shape == (5, COLUMNS + NUM_PADS)
-    numbers = whole[:, :COLUMNS]
-    torch.testing.assert_close(numbers, numbers.round(), rtol=0, atol=0)
-    assert numbers.abs().amax(dim=1).tolist() == [127] * 5
-    error = (numbers * largest / 127 - x).abs()
-    assert bool((error <= largest * (0.5 / 127 + 1e-6)).all())
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_tokens_are_rotated_each_by_itself(count: int) -> None:
+    x = tokens(count)
+    rotator = TokenRotator(COLUMNS)
+    together = rotator(x.numpy()).clone()
+    torch.testing.assert_close(together, rotate(x))
+    for i in range(0, count, 37):
+        assert torch.equal(rotator(x[i : i + 1].numpy())[0], together[i])
+
+
+def test_a_weight_is_applied_before_the_rotation() -> None:
+    x, weight = tokens(3), tokens(1, seed=2)[0]
+    rotator = TokenRotator(COLUMNS)
+    torch.testing.assert_close(rotator.weighted(x.numpy(), weight.numpy()), rotate(x * weight))
 
 
 def test_a_product_is_near_the_true_one(matrix: QuantizedMatrix) -> None:
@@ -73,13 +79,13 @@ def test_a_product_is_near_the_true_one(matrix: QuantizedMatrix) -> None:
     assert float(error.norm() / expected.norm()) < 0.02
 
 
-def test_without_the_rotation_large_activations_would_cost_more(matrix: QuantizedMatrix) -> None:
+def test_without_the_rotation_large_activations_would_cost_more() -> None:
+    def error(x: torch.Tensor) -> float:
+        step = x.abs().amax(dim=1, keepdim=True) / 127
+        return float(((x / step).round() * step - x).norm())
+
     x = tokens(7)
-    numbers, largest = TokenQuantizer(COLUMNS)(x)
-    plain = numbers[:, :COLUMNS] * largest / 127 - x
-    numbers, largest = TokenQuantizer(COLUMNS)(rotate(x))
-    rotated = numbers[:, :COLUMNS] * largest / 127 - rotate(x)
-    assert float(rotated.norm()) < 0.5 * float(plain.norm())
+    assert error(rotate(x)) < 0.5 * error(x)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 17, 64, 200])
@@ -110,9 +116,20 @@ def test_a_token_of_zeros_gives_zeros(matrix: QuantizedMatrix) -> None:
     assert bool((make_layer(matrix)(x)[1] == 0).all())
 
 
-def test_a_bias_is_added(matrix: QuantizedMatrix) -> None:
+def test_a_product_is_added_to_the_residual_stream(matrix: QuantizedMatrix) -> None:
     layer = make_layer(matrix)
-    bias = torch.arange(ROWS, dtype=torch.float32)
-    biased = DynamicInt8Linear(matrix, TokenQuantizer(COLUMNS), bias)
-    x = tokens(2)
-    assert torch.equal(biased(x), layer(x) + bias)
+    x, before = tokens(4), torch.randn(4, ROWS)
+    residual = Residual.of(before, eps=1e-5)
+    layer.add_to(residual, x)
+    torch.testing.assert_close(residual.values, before + layer(x))
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_norm_before_a_product_is_part_of_it(matrix: QuantizedMatrix, count: int) -> None:
+    layer = make_layer(matrix)
+    weight, bias = tokens(1, seed=4)[0], torch.randn(ROWS)
+    normed = NormedInt8Linear(matrix, TokenRotator(COLUMNS), weight, bias)
+    x = tokens(count) * torch.logspace(-3, 3, count)[:, None]
+    expected = layer(torch.nn.functional.rms_norm(x, (COLUMNS,), weight, eps=1e-5)) + bias
+    # Where a number lies between two levels, the last bit decides which one it gets.
+    torch.testing.assert_close(normed(Residual.of(x, eps=1e-5)), expected, rtol=0.01, atol=0.05)
