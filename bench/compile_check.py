@@ -53,7 +53,7 @@ def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: li
         tables.block_table, tables.token_table,
         Linears(deterministic, new_gemm_workspace(META)),
     )  # fmt: skip
-    buffers = new_shared_buffers(spec, LIMITS, dtype, META)
+    buffers = new_shared_buffers(spec, LIMITS, dtype, META, deterministic)
     for size in sizes:
         for kind in SampleKind:
             DecodeGraph(size, kind, decoder, tables, buffers, LIMITS.block_size).run()
@@ -69,7 +69,7 @@ def _packed(decoder: GpuDecoder, a: Activations, buffers: object) -> None:
     def ints(count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, device=META)
 
-    plans = buffers.attention.plans  # type: ignore[attr-defined]
+    plans = buffers.attention.of(5)  # type: ignore[attr-defined]
     head = buffers.head  # type: ignore[attr-defined]
     decode = DecodeWork(ints(5), ints(5), plans)
     decoder.packed(a, decode, PromptWork(5, ints(3), ints(3), ints(4)), ints(8), head)

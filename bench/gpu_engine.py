@@ -94,7 +94,8 @@ class ShapeBench:
         on_gpu = torch.cuda.is_available() and self.config.device != "cpu"
         report = profile_loop(loop, recorder, NUM_STEPS // 4, trace, on_gpu)
         what = f"gpu_active_pct.b{num_requests}"
-        self.results.add(what, report["gpu_active_pct"], "%", kernels=report["kernels"][:12])
+        parts = {"kernels": report["kernels"][:16], "pauses_us": report["pauses_us"]}
+        self.results.add(what, report["gpu_active_pct"], "%", **parts)
         while recorder.num_finished < num_requests:
             loop.step(recorder, recorder)
         with gzip.open(f"{trace}.gz", "wb") as file:

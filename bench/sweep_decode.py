@@ -1,4 +1,4 @@
-"""Sweep of decode attention tiles; fills _DECODE_TILES of kernels/tiles.py.
+"""Sweep of decode attention tiles; fills the tables of kernels/tiles.py.
 
     python -m bench.sweep_decode [--compile-part I/N] [--seconds S]
 
@@ -20,19 +20,18 @@ from ops.bench import kernel_inputs as inputs
 
 SHORT, LONG = DecodeGroups(2, 4, 8), DecodeGroups(4, 8, 16)
 TILES = [
+    DecodeTile(64, 4, 3, 2, groups=SHORT, tma=True),
+    DecodeTile(64, 4, 4, 2, groups=SHORT),
+    DecodeTile(64, 4, 6, 1, groups=SHORT),
+    DecodeTile(64, 4, 3, 3, 168, groups=LONG),
+    DecodeTile(64, 2, 4, 2, groups=SHORT),
+    DecodeTile(64, 4, 2, 4, 128, groups=SHORT),
+    DecodeTile(64, 8, 3, 2, groups=SHORT),
+    DecodeTile(32, 4, 6, 2, groups=LONG),
     DecodeTile(128, 4, 2, 2, groups=SHORT),
-    DecodeTile(128, 4, 2, 2, groups=LONG),
     DecodeTile(128, 4, 1, 3, 168, groups=SHORT),
-    DecodeTile(128, 4, 2, 2, groups=SHORT, prefetches_next=True),
-    DecodeTile(128, 4, 1, 3, 168, groups=SHORT, prefetches_next=True),
-    DecodeTile(64, 4, 2, 4, 128, groups=LONG, prefetches_next=True),
-    DecodeTile(128, 4, 1, 3, 168, groups=LONG),
     DecodeTile(128, 8, 1, 1, groups=SHORT),
-    DecodeTile(64, 4, 2, 4, 128, groups=LONG),
-    DecodeTile(64, 4, 1, 4, 128, groups=LONG),
-    DecodeTile(64, 4, 1, 4, 128, groups=SHORT),
-    DecodeTile(64, 2, 1, 4, groups=LONG),
-    DecodeTile(128, 4, 2, 3, 168, groups=SHORT),
+    DecodeTile(128, 8, 1, 2, groups=SHORT),
 ]
 NAMES = [
     "16x8.b8.kv1152",
@@ -45,6 +44,8 @@ NAMES = [
     "32x8.b64.kv1152",
     "32x8.b256.kv1152",
     "9x3.b1.kv1152",
+    "9x3.b8.kv1152",
+    "9x3.b64.kv1152",
     "9x3.b256.kv1152",
 ]
 """In this order, so that a sweep that runs out of time has answered what was open."""
@@ -56,7 +57,7 @@ def compile_part(part: int, parts: int) -> None:
     jobs = list(itertools.product(shapes, TILES))
     for (q_heads, kv_heads, head_dim), tile in jobs[part::parts]:
         call = inputs.decode_set([70], q_heads, kv_heads, head_dim, 64)
-        call.run(*inputs.decode_plan_for(call, tile), tile)
+        call.run(*inputs.decode_plan_for(call, tile))
 
 
 def sweep(

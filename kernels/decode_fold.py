@@ -32,6 +32,7 @@ def _tile(
     table_at,
     kv_offset,
     tile,
+    block_id,
     begin,
     seq_len,
     scale_log2,
@@ -43,15 +44,27 @@ def _tile(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Softmax of q over the keys of one tile: maximum, sum and weighted values."""
     positions = tile * TILE + tl.arange(0, TILE)
     is_live = (positions < seq_len) & (positions >= begin)
-    block_ids = tl.load(table_at + positions // BLOCK_SIZE, mask=is_live, other=0).to(tl.int64)
-    offsets = block_ids * stride_block + (positions % BLOCK_SIZE) * stride_token + kv_offset
-    kv_mask = is_live[:, None] & (dims < D)[None, :]
-    k = tl.load(k_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
-    v = tl.load(v_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+    if TMA:
+        slot = block_id * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
+        k = k_ptr.load([slot, kv_offset])
+        # Nobody's values may be anything, and nothing times NaN is NaN.
+        v = tl.where(is_live[:, None], v_ptr.load([slot, kv_offset]), 0.0)
+    else:
+        if BLOCK_SIZE % TILE == 0:
+            offsets = block_id.to(tl.int64) * stride_block + kv_offset
+            offsets += (positions % BLOCK_SIZE) * stride_token
+        else:
+            block_ids = tl.load(table_at + positions // BLOCK_SIZE, mask=is_live, other=0)
+            offsets = block_ids.to(tl.int64) * stride_block + kv_offset
+            offsets += (positions % BLOCK_SIZE) * stride_token
+        kv_mask = is_live[:, None] & (dims < D)[None, :]
+        k = tl.load(k_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+        v = tl.load(v_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
     s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
     s = tl.where(is_live[None, :], s, float("-inf"))
     m = tl.max(s, axis=1)
@@ -84,16 +97,25 @@ def fold_tiles(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """The part of the nested fold that covers tiles tile_begin .. tile_end - 1.
 
-    group: tiles of a group, a power of two.
+    group: tiles of a group, a power of two. TMA: k_ptr and v_ptr are descriptors.
     """
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m_group, l_group, acc_group = m, l, acc
+    # A tile in one block: its id is loaded while the tile before is worked on, so that loads of
+    # keys depend on no load of their own turn and can be as far ahead as there are stages.
+    WHOLE: tl.constexpr = BLOCK_SIZE % TILE == 0
+    block_id = tl.load(table_at + tile_begin * TILE // BLOCK_SIZE) if WHOLE else 0
     for tile in tl.range(tile_begin, tile_end, num_stages=STAGES):
+        next_block_id = 0
+        if WHOLE:
+            next_at = table_at + (tile + 1) * TILE // BLOCK_SIZE
+            next_block_id = tl.load(next_at, mask=tile + 1 < tile_end, other=0)
         m_tile, l_tile, acc_tile = _tile(
             q,
             k_ptr,
@@ -101,6 +123,7 @@ def fold_tiles(
             table_at,
             kv_offset,
             tile,
+            block_id,
             begin,
             seq_len,
             scale_log2,
@@ -112,7 +135,9 @@ def fold_tiles(
             D,
             BLOCK_D,
             DOT_PRECISION,
+            TMA,
         )
+        block_id = next_block_id
         m_group, l_group, acc_group = fold(m_group, l_group, acc_group, m_tile, l_tile, acc_tile)
         if (((tile + 1) & (group - 1)) == 0) | (tile + 1 == tile_end):
             m, l, acc = fold(m, l, acc, m_group, l_group, acc_group)

@@ -4,8 +4,8 @@ The context of a row is cut into tiles of fixed length and tiles into groups, bo
 position 0; how many tiles make a group follows from the row's own length. A row's result is always
 the same nested fold: tiles into groups, groups into the row, in order. What varies with the load is
 only how much of that fold one work item does: a tile (few rows: use every multiprocessor), a group,
-or the whole row (many rows: no partial results). So the numbers do not depend on the batch, and the
-choice is made here, on the device, where the lengths are.
+or the whole row (many rows: no partial results). So with one tile for all batches the numbers do
+not depend on the batch, and the choice is made here, on the device, where the lengths are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.pdl import pdl_begin, pdl_options
-from kernels.tiles import FEW_DECODE_ROWS, DecodeGroups, DecodeTile
+from kernels.tiles import DecodeTile
 
 NUM_COUNTS = 4
 """int32 fields of DecodePlan.counts: number of items, then three unused to keep the row 16 bytes
@@ -30,31 +30,17 @@ class DecodePlan:
 
     items int32 [max_items, 4]: batch entry, first tile, end tile, slot of the partial result (-1:
     writes the output). counts int32 [4]: number of items, then unused. entries int32 [B, 4]: first
-    slot, number of items, place of the first item in its group, items per group. tile_tokens,
-    groups: the cut of a row. num_programs: programs of the attention kernel; few_programs: with few
-    rows (`tiles.FEW_DECODE_ROWS`). max_slots: partial results that the workspace holds; it also
-    bounds max_items.
+    slot, number of items, place of the first item in its group, items per group. tile: the cut of a
+    row. num_programs: programs of the attention kernel. max_slots: partial results that the
+    workspace holds; it also bounds max_items.
     """
 
     items: torch.Tensor
     counts: torch.Tensor
     entries: torch.Tensor
-    tile_tokens: int
-    groups: DecodeGroups
+    tile: DecodeTile
     num_programs: int
-    few_programs: int
     max_slots: int
-
-    def programs(self, num_rows: int) -> int:
-        """Programs of the attention kernel for a batch of so many rows."""
-        return self.few_programs if num_rows in FEW_DECODE_ROWS else self.num_programs
-
-    def check_tile(self, tile: DecodeTile) -> None:
-        """Raise ValueError unless the tile cuts rows as this plan does."""
-        if (tile.tile_tokens, tile.groups) != (self.tile_tokens, self.groups):
-            raise ValueError(
-                f"plan has tiles of {self.tile_tokens} tokens in {self.groups}, not {tile}"
-            )
 
 
 def new_decode_plan(
@@ -63,9 +49,8 @@ def new_decode_plan(
     num_programs: int,
     max_slots: int,
     device: torch.device,
-    few_programs: int = 0,
 ) -> DecodePlan:
-    """Allocate the buffers of a plan for at most batch_size entries; few_programs 0: as many."""
+    """Allocate the buffers of a plan for at most batch_size entries."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -74,10 +59,8 @@ def new_decode_plan(
         items=zeros(max_slots + batch_size, 4),
         counts=zeros(NUM_COUNTS),
         entries=zeros(batch_size, 4),
-        tile_tokens=tile.tile_tokens,
-        groups=tile.groups,
+        tile=tile,
         num_programs=num_programs,
-        few_programs=few_programs or num_programs,
         max_slots=max_slots,
     )
 
@@ -213,13 +196,13 @@ def plan_decode(
         seq_lens,
         batch_size,
         num_kv_heads,
-        plan.programs(batch_size),
+        plan.num_programs,
         plan.max_slots,
         window,
-        TILE=plan.tile_tokens,
-        UP_TO_16=plan.groups.up_to_16,
-        UP_TO_64=plan.groups.up_to_64,
-        BEYOND=plan.groups.beyond,
+        TILE=plan.tile.tile_tokens,
+        UP_TO_16=plan.tile.groups.up_to_16,
+        UP_TO_64=plan.tile.groups.up_to_64,
+        BEYOND=plan.tile.groups.beyond,
         BLOCK_B=block,
         num_warps=1 if block <= 64 else 4,
         **pdl_options(plan.items, pdl),

@@ -3,9 +3,9 @@ M of the dot.
 
 A persistent grid walks the work list of kernels/decode_plan.py. A row with one item writes its
 output directly; of a row with several, each item leaves an fp32 partial result, which a small
-second kernel folds in order of position (it returns at once for the others). The fold is the same
-code wherever it runs, with its multiply-adds written out, so a row's result is bit for bit the
-same in every batch.
+second kernel joins (it returns at once for the others): all at once, or in order of position by the
+very fold that the first kernel uses, with its multiply-adds written out. Then a row's result is bit
+for bit the same in every batch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.decode_fold import fold_tiles
 from kernels.decode_items import load_item, load_row, prefetch_tile
-from kernels.decode_partials import DecodeWorkspace, reduce_kernel, reduce_shape
+from kernels.decode_partials import DecodeWorkspace, join_partials
 from kernels.decode_plan import DecodePlan, group_tiles
 from kernels.pdl import pdl_options
-from kernels.tiles import DecodeTile, decode_tile
+from kernels.tiles import DecodeTile
 
 LOG2_E = math.log2(math.e)
 
@@ -33,6 +34,8 @@ def _paged_decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_tiles,
+    v_tiles,
     block_table_ptr,
     row_ptr,
     seq_len_ptr,
@@ -59,11 +62,10 @@ def _paged_decode_kernel(
     BEYOND: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
-    PREFETCH_NEXT: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     NUM_Q: tl.constexpr = NUM_KV * GROUP_HEADS
-    AHEAD: tl.constexpr = 2 if PREFETCH_NEXT else 1  # items known before they are worked on
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     head_mask = lanes < GROUP_HEADS
@@ -77,10 +79,6 @@ def _paged_decode_kernel(
     is_live = first < num_work
     entry, span, slot = load_item(items_ptr, first, is_live, NUM_KV)
     seq_len, row = load_row(seq_len_ptr, row_ptr, entry, is_live)
-    if PREFETCH_NEXT:
-        is_live_1 = first + step < num_work
-        entry_1, span_1, slot_1 = load_item(items_ptr, first + step, is_live_1, NUM_KV)
-        seq_len_1, row_1 = load_row(seq_len_ptr, row_ptr, entry_1, is_live_1)
     if PDL:
         prefetch_tile(
             k_ptr, v_ptr, block_table_ptr + row * table_stride, (first % NUM_KV) * D,
@@ -95,21 +93,13 @@ def _paged_decode_kernel(
         q_heads = kv_head * GROUP_HEADS + lanes
         row_offsets = q_heads[:, None] * D + dims[None, :]
         q = tl.load(q_ptr + entry.to(tl.int64) * q_stride + row_offsets, mask=q_mask, other=0.0)
-        if PREFETCH_NEXT and PDL:
-            prefetch_tile(
-                k_ptr, v_ptr, block_table_ptr + row_1 * table_stride, ((work + step) % NUM_KV) * D,
-                (span_1 >> 32).to(tl.int32), seq_len_1, work + step < num_work,
-                stride_block, stride_token, BLOCK_SIZE, TILE, BLOCK_D,
-            )  # fmt: skip
-        # A coming item's fields arrive while this one is worked on.
-        is_more = work + AHEAD * step < num_work
-        next_entry, next_span, next_slot = load_item(
-            items_ptr, work + AHEAD * step, is_more, NUM_KV
-        )
+        # The next item's fields arrive while this one is worked on.
+        is_more = work + step < num_work
+        next_entry, next_span, next_slot = load_item(items_ptr, work + step, is_more, NUM_KV)
         m, l, acc = fold_tiles(
             q,
-            k_ptr,
-            v_ptr,
+            k_tiles,
+            v_tiles,
             block_table_ptr + row * table_stride,
             kv_head * D,
             (span >> 32).to(tl.int32),
@@ -128,6 +118,7 @@ def _paged_decode_kernel(
             BLOCK_D,
             STAGES,
             DOT_PRECISION,
+            TMA,
         )
         next_seq_len, next_row = load_row(seq_len_ptr, row_ptr, next_entry, is_more)
         if slot >= 0:
@@ -138,13 +129,8 @@ def _paged_decode_kernel(
         else:
             out = (acc / tl.where(head_mask, l, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + entry.to(tl.int64) * out_stride + row_offsets, out, mask=q_mask)
-        if PREFETCH_NEXT:
-            entry, span, slot, seq_len, row = entry_1, span_1, slot_1, seq_len_1, row_1
-            entry_1, span_1, slot_1 = next_entry, next_span, next_slot
-            seq_len_1, row_1 = next_seq_len, next_row
-        else:
-            entry, span, slot = next_entry, next_span, next_slot
-            seq_len, row = next_seq_len, next_row
+        entry, span, slot = next_entry, next_span, next_slot
+        seq_len, row = next_seq_len, next_row
 
 
 def paged_decode(
@@ -160,17 +146,17 @@ def paged_decode(
     scale: float,
     window: int = 0,
     pdl: bool = False,
-    tile: DecodeTile | None = None,
+    in_order: bool = True,
 ) -> None:
     """out[b] = softmax(q[b] K^T * scale) V over the cached tokens of entry b, for one new token
     per entry.
 
     Entries with seq_len 0 are not in the plan: their output is left alone. The new token's k and
-    v must be in the cache. The result of an entry depends on its own tokens only, to the last
-    bit. With pdl, the plan, lengths, rows and block tables are read before the wait for the
-    kernel before: they must have been written by work that a launch without pdl has waited for
-    since (that launch may be plan_decode itself, when at least one kernel lies between it and
-    this one).
+    v must be in the cache. With in_order the result of an entry depends on its own tokens and the
+    plan's tile only, to the last bit. With pdl, the plan, lengths, rows and block tables are read
+    before the wait for the kernel before: they must have been written by work that a launch without
+    pdl has waited for since (that launch may be plan_decode itself, when at least one kernel lies
+    between it and this one).
 
     Args:
         out: [B, HQ, D], last two dimensions contiguous; written.
@@ -185,20 +171,21 @@ def paged_decode(
         scale: usually D ** -0.5.
         window: sliding window in tokens, the query's own included; 0: none.
         pdl: launch while the kernel before still runs.
-        tile: warps and stages; None: from the table. Its cut of a row must be the plan's.
+        in_order: join partial results in order of position.
     """
     _, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     group_heads = num_q_heads // num_kv_heads
-    if tile is None:
-        tile = decode_tile(head_dim, group_heads, q.dtype, len(rows))
-    plan.check_tile(tile)
+    tile = plan.tile
+    tma = tile.tma and block_size % tile.tile_tokens == 0 and q.element_size() == 2
     options = pdl_options(out, pdl)
-    _paged_decode_kernel[(plan.programs(len(rows)),)](
+    _paged_decode_kernel[(plan.num_programs,)](
         out,
         q,
         k_cache,
         v_cache,
+        _tiles_of(k_cache, tile) if tma else k_cache,
+        _tiles_of(v_cache, tile) if tma else v_cache,
         block_tables,
         rows,
         seq_lens,
@@ -225,26 +212,19 @@ def paged_decode(
         BEYOND=tile.groups.beyond,
         STAGES=tile.num_stages,
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        PREFETCH_NEXT=tile.prefetches_next,
+        TMA=tma,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers or None,
         **options,
     )
-    shape = reduce_shape(len(rows), num_q_heads)
-    reduce_kernel[(len(rows), triton.cdiv(num_q_heads, shape.heads))](
-        out,
-        plan.entries,
-        workspace.acc,
-        workspace.max_sum,
-        out.stride(0),
-        NUM_Q=num_q_heads,
-        HEADS=shape.heads,
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        UNROLL=shape.unroll,
-        num_warps=shape.num_warps,
-        **options,
-    )
+    join_partials(out, plan, workspace, in_order, options)
+
+
+def _tiles_of(cache: torch.Tensor, tile: DecodeTile) -> TensorDescriptor:
+    """A descriptor of a cache: the tile of one head by one instruction."""
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    slots = cache.view(num_blocks * block_size, num_kv_heads * head_dim)
+    return TensorDescriptor.from_tensor(slots, [tile.tile_tokens, head_dim])
 
 
 def paged_decode_ref(

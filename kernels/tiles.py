@@ -28,9 +28,12 @@ class DecodeGroups:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """Decode attention: tokens per tile (part of the numerics), warps, pipeline stages, programs
-    per processor, registers per thread (0: as the compiler likes), groups of the fold (part of the
-    numerics), whether the first tile of the next item is asked for while one is worked on."""
+    """Decode attention: tokens per tile, warps, pipeline stages, programs per processor, registers
+    per thread (0: as the compiler likes), groups of the fold, and whether a tile is loaded by one
+    instruction (where a KV block holds whole tiles of a two-byte type).
+
+    Tokens, warps and groups are part of the numerics.
+    """
 
     tile_tokens: int
     num_warps: int
@@ -38,24 +41,14 @@ class DecodeTile:
     programs_per_sm: int
     max_registers: int = 0
     groups: DecodeGroups = DecodeGroups()
-    prefetches_next: bool = False
+    tma: bool = False
 
-
-FEW_DECODE_ROWS = range(3, 17)
-"""Batches whose work items are single tiles or short groups, and more of them than programs: what
-counts is how many loads are in flight over all programs, not inside of one. (One or two rows have
-fewer items than programs: nothing to gain.)"""
-
-_FEW_ROWS_TILES: dict[tuple[int, int], DecodeTile] = {
-    # (head_dim, element bytes); tile_tokens, warps and groups as in _DECODE_TILES: the same bits
-    (128, 2): DecodeTile(128, 4, 1, 3, 168),
-}
 
 _DECODE_TILES: dict[tuple[int, int], DecodeTile] = {
     # (head_dim, element bytes)
-    (64, 2): DecodeTile(128, 4, 2, 3, 168),
+    (64, 2): DecodeTile(64, 4, 3, 3, 168, groups=DecodeGroups(4, 8, 16)),
     (96, 2): DecodeTile(64, 4, 2, 4),
-    (128, 2): DecodeTile(128, 4, 2, 2),
+    (128, 2): DecodeTile(64, 4, 3, 2, tma=True),
     (256, 2): DecodeTile(32, 4, 2, 2),
     (64, 4): DecodeTile(64, 4, 2, 2),
     (96, 4): DecodeTile(32, 4, 2, 2),
@@ -63,19 +56,33 @@ _DECODE_TILES: dict[tuple[int, int], DecodeTile] = {
     (256, 4): DecodeTile(16, 4, 2, 1),
 }
 
+_FEW_ROWS_TILES: dict[tuple[int, int], tuple[tuple[int, DecodeTile], ...]] = {
+    # (head_dim, element bytes): (most rows, tile), .... One or two rows have fewer items than
+    # there are processors: what counts is how soon one item is done.
+    (64, 2): ((16, DecodeTile(64, 4, 6, 1)),),
+    (128, 2): ((2, DecodeTile(128, 8, 1, 1)),),
+}
+
+
+def decode_tiles(
+    head_dim: int, dtype: torch.dtype, same_bits: bool = False
+) -> tuple[tuple[int, DecodeTile], ...]:
+    """Tiles of decode attention as (most rows, tile) with rising numbers of rows; the last one is
+    for any number.
+
+    same_bits: a row's result shall be the same in every batch, so there is one tile.
+    """
+    key = (head_dim, dtype.itemsize)
+    few = () if same_bits else _FEW_ROWS_TILES.get(key, ())
+    return (*few, (1 << 30, _DECODE_TILES.get(key, DecodeTile(32, 4, 2, 2))))
+
 
 def decode_tile(
-    head_dim: int, group_heads: int, dtype: torch.dtype, num_rows: int = 1 << 20
+    head_dim: int, dtype: torch.dtype, num_rows: int = 1 << 30, same_bits: bool = False
 ) -> DecodeTile:
-    """Tile of decode attention for a head size, GQA group and data type.
-
-    num_rows: rows of the batch, which decide how the work is laid out and never what a row's result
-    is.
-    """
-    del group_heads  # groups of up to 16 share one tile: M is padded to 16 anyway
-    key = (head_dim, dtype.itemsize)
-    tile = _FEW_ROWS_TILES.get(key) if num_rows in FEW_DECODE_ROWS else None
-    return tile or _DECODE_TILES.get(key) or DecodeTile(32, 4, 2, 2)
+    """The tile of `decode_tiles` for a batch of num_rows."""
+    tiles = decode_tiles(head_dim, dtype, same_bits)
+    return next(tile for most, tile in tiles if num_rows <= most)
 
 
 @dataclass(frozen=True, slots=True)

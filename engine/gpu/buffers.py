@@ -26,15 +26,19 @@ class SharedBuffers:
 
 
 def new_shared_buffers(
-    spec: ModelSpec, limits: StepLimits, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    limits: StepLimits,
+    dtype: torch.dtype,
+    device: torch.device,
+    same_bits: bool = False,
 ) -> SharedBuffers:
-    """Allocate for the largest step."""
+    """Allocate for the largest step; same_bits: a row's result is the same in every batch."""
     tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
     return SharedBuffers(
         activations=new_activations(spec, tokens, dtype, device),
         head=new_head_buffers(spec, limits, dtype, device),
         sampler=new_sampler_workspace(limits.max_num_seqs, spec.vocab_size, device),
-        attention=new_attention_plans(spec, limits, dtype, device),
+        attention=new_attention_plans(spec, limits, dtype, device, same_bits),
         out_tokens=torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device),
         out_bad=torch.zeros(limits.max_num_seqs, dtype=torch.int8, device=device),
     )

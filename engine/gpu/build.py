@@ -85,7 +85,7 @@ def _assemble(
         tables.token_table,
         Linears(config.deterministic, new_gemm_workspace(device)),
     )
-    buffers = new_shared_buffers(spec, limits, dtype, device)
+    buffers = new_shared_buffers(spec, limits, dtype, device, config.deterministic)
     graphs = GraphCache(decoder, tables, buffers, limits)
     return GpuRunner(info, decoder, tables, buffers, graphs, limits)
 

@@ -90,7 +90,7 @@ class DecodeGraph(CapturedStep):
             a.token_rows, a.positions, a.slots, self._seq_lens,
             rows, num_computed, self._cu_seqlens, self._tables.block_table, self._block_size,
         )  # fmt: skip
-        plans = b.attention.plans
+        plans = b.attention.of(size)
         for window, (plan, _) in plans.items():
             plan_decode(plan, self._seq_lens, self._decoder.spec.num_kv_heads, window=window)
         logits = b.head.logits[:size]

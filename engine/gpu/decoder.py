@@ -7,19 +7,17 @@ Both write the same numbers into the same cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from engine.gpu.activations import Activations, HeadBuffers
+from engine.gpu.attention_plans import Plans
 from engine.gpu.kv_memory import KvMemory
 from engine.gpu.linear import Linears
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
 from kernels.activation import silu_mul
-from kernels.decode_partials import DecodeWorkspace
-from kernels.decode_plan import DecodePlan
 from kernels.embedding import embed
 from kernels.norm import rms_norm
 from kernels.paged_decode import paged_decode
@@ -37,7 +35,7 @@ class DecodeWork:
 
     rows: torch.Tensor
     seq_lens: torch.Tensor
-    plans: Mapping[int, tuple[DecodePlan, DecodeWorkspace]]
+    plans: Plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +208,7 @@ class GpuDecoder:
             a.attended.view(len(a.attended), self.spec.num_heads, self.spec.head_dim),
             self._queries(a), k_cache, v_cache, self._block_tables,
             work.rows, work.seq_lens, plan, workspace, self._scale, window=window, pdl=pdl,
+            in_order=self.linears.deterministic,
         )  # fmt: skip
 
     def _attend_prompts(self, index: int, a: Activations, work: PromptWork) -> None:

@@ -97,7 +97,7 @@ class PackedSteps:
         decode = prompts = None
         if num_decode:
             lens = seq_lens[:num_decode]
-            plans = self._buffers.attention.plans
+            plans = self._buffers.attention.of(num_decode)
             for window, (work_list, _) in plans.items():
                 plan_decode(work_list, lens, self._decoder.spec.num_kv_heads, window=window)
             decode = DecodeWork(rows[:num_decode], lens, plans)

@@ -45,6 +45,7 @@ DECODE_CASES: list[tuple[str, list[int], int, int, int, bool]] = [
     ("16x8.b16.kv1152", [1152] * 16, 16, 8, 128, False),
     ("16x8.b256.kv1152", [1152] * 256, 16, 8, 128, False),
     ("9x3.b1.kv1152", [1152], 9, 3, 64, False),
+    ("9x3.b8.kv1152", [1152] * 8, 9, 3, 64, False),
     ("9x3.b64.kv1152", [1152] * 64, 9, 3, 64, False),
     ("9x3.b256.kv1152", [1152] * 256, 9, 3, 64, False),
     ("32x8.b1.kv32768", [32768], 32, 8, 128, False),
@@ -63,12 +64,12 @@ def decode_rows(
 ) -> Row:
     """Decode attention beside SDPA over contiguous keys of the same lengths."""
     if tile is None:
-        tile = decode_tile(head_dim, num_q_heads // num_kv_heads, DTYPE, len(seq_lens))
+        tile = decode_tile(head_dim, DTYPE, len(seq_lens))
     kv_bytes = 4 * sum(seq_lens) * num_kv_heads * head_dim
     count = 1 if stays_in_cache else num_sets(kv_bytes)
     sets = [decode_set(seq_lens, num_q_heads, num_kv_heads, head_dim, 64) for _ in range(count)]
     plan, workspace = decode_plan_for(sets[0], tile)
-    timing = time_calls([partial(s.run, plan, workspace, tile) for s in sets])
+    timing = time_calls([partial(s.run, plan, workspace) for s in sets])
     baseline_us = math.nan
     if with_baseline and len(set(seq_lens)) == 1:
         shape = (len(seq_lens), num_kv_heads, seq_lens[0], head_dim)

@@ -67,8 +67,8 @@ class DecodeSet:
     rows: torch.Tensor
     seq_lens: torch.Tensor
 
-    def run(self, plan: DecodePlan, workspace: DecodeWorkspace, tile: DecodeTile) -> None:
-        """Launch the kernel once."""
+    def run(self, plan: DecodePlan, workspace: DecodeWorkspace, in_order: bool = False) -> None:
+        """Launch the kernel once, with the plan's tile."""
         scale = self.q.shape[2] ** -0.5
         paged_decode(
             self.out,
@@ -82,7 +82,7 @@ class DecodeSet:
             workspace,
             scale,
             pdl=True,
-            tile=tile,
+            in_order=in_order,
         )
 
 

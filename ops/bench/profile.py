@@ -23,6 +23,9 @@ from ops.bench.engine import parse_case
 from ops.bench.load import Recorder, Workload, drive
 from ops.bench.shapes import SHAPES, write_shape
 
+MAX_PAUSES = 8
+"""Of the device, named in a summary."""
+
 
 class MarkedRunner:
     """A runner whose launches and collects are ranges on the profiler's time line."""
@@ -102,26 +105,40 @@ def profile_loop(
 
 
 def summarize(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Kernel time by name and the device's busy share, from a Chrome trace's events."""
-    total_us: dict[str, float] = defaultdict(float)
-    count: dict[str, int] = defaultdict(int)
-    spans = []
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            total_us[event["name"]] += event["dur"]
-            count[event["name"]] += 1
-            spans.append((event["ts"], event["ts"] + event["dur"]))
+    """Kernel time by name and grid, the device's busy share and its longest pauses, from a Chrome
+    trace's events.
+
+    Kernels overlap where one starts early and waits for the one before: `own_us` counts only what a
+    kernel adds, from the end of all that began before it.
+    """
+    kernels: dict[tuple[str, str], dict[str, Any]] = {}
+    pauses: dict[str, float] = defaultdict(float)
     busy_us = end = 0.0
-    for begin, stop in sorted(spans):
-        busy_us += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
-    span_us = end - min(spans)[0] if spans else 0.0
-    kernels = [
-        {"name": name[:90], "us": round(us, 1), "calls": count[name]}
-        for name, us in sorted(total_us.items(), key=lambda item: -item[1])
-    ]
+    begin_us = None
+    last = ""
+    works = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    for event in sorted(works, key=lambda e: float(e["ts"])):
+        begin, stop, name = event["ts"], event["ts"] + event["dur"], event["name"][:90]
+        begin_us = begin if begin_us is None else begin_us
+        grid = "x".join(str(n) for n in event.get("args", {}).get("grid", []))
+        kernel = kernels.setdefault(
+            (name, grid), {"name": name, "grid": grid, "us": 0.0, "own_us": 0.0, "calls": 0}
+        )
+        own_us = max(0.0, stop - max(begin, end))
+        kernel["us"] += event["dur"]
+        kernel["own_us"] += own_us
+        kernel["calls"] += 1
+        if last and begin > end:
+            pauses[f"{last} -> {name}"] += begin - end
+        busy_us += own_us
+        end, last = max(end, stop), name
+    span_us = end - (begin_us or 0.0)
+    for kernel in kernels.values():
+        kernel["us"], kernel["own_us"] = round(kernel["us"], 1), round(kernel["own_us"], 1)
+    longest = sorted(pauses.items(), key=lambda item: -item[1])[:MAX_PAUSES]
     return {
-        "kernels": kernels,
+        "kernels": sorted(kernels.values(), key=lambda kernel: -kernel["own_us"]),
+        "pauses_us": {pair: round(us, 1) for pair, us in longest},
         "busy_us": round(busy_us, 1),
         "span_us": round(span_us, 1),
         "gpu_active_pct": round(100 * busy_us / span_us, 2) if span_us else 0.0,
@@ -154,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         report = profile_steps(config, args.case, args.steps, args.prompts, args.trace)
     for kernel in report["kernels"][:25]:
-        print(f"{kernel['us']:10.1f} us {kernel['calls']:6d} x  {kernel['name']}", file=sys.stderr)
+        times = f"{kernel['own_us']:10.1f} us {kernel['calls']:6d} x"
+        print(f"{times}  {kernel['name']} {kernel['grid']}", file=sys.stderr)
     print(f"device busy {report['gpu_active_pct']} %, trace in {args.trace}", file=sys.stderr)
     print(json.dumps({"what": "profile", "model": args.model, "case": args.case, **report}))
     return 0
