@@ -16,6 +16,8 @@ def main() -> None:
     except CommandError as error:
         fail(error, as_json="--json" in sys.argv[1:])
     except KeyboardInterrupt:
+        if sys.stdout.isatty():
+            print()  # the prompt of the shell does not follow half an answer
         raise SystemExit(int(ExitCode.INTERRUPTED)) from None
     except BrokenPipeError:  # `tokenbus tail ... | head`
         sys.stderr.close()

@@ -9,7 +9,7 @@ import typer
 from ops.cli import ask, bench, dead, jobs, model, profiler, service, tools, top
 from ops.exit_codes import MEANINGS
 
-_CODES = "\n\n".join(f"{int(code)}: {meaning}" for code, meaning in MEANINGS.items())
+_CODES = "\n".join(f"{int(code):>3}: {meaning}" for code, meaning in MEANINGS.items())
 
 app = typer.Typer(
     name="tokenbus",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import DataDir, Json, Queue, RedisUrl, client_settings, redis_address
+from ops.cli.address import RedisAddress
+from ops.cli.options import Json, with_groups
 from ops.cli.output import print_facts, print_json, print_table
 from ops.exit_codes import CommandError, ExitCode
 
@@ -24,16 +24,14 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the entry or of the
 
 
 @contextmanager
-def _redis(
-    redis: str | None, queue: str | None, data_dir: Path | None
-) -> Iterator[tuple[Redis, str]]:
+def _redis(address: RedisAddress) -> Iterator[tuple[Redis, str]]:
     """A connection and the queue's name; a lost connection ends the command with a sentence."""
     from redis import Redis, RedisError
 
-    settings = client_settings(queue, redis, None, data_dir)
+    url, queue = address.find()
     try:
-        with Redis.from_url(redis_address(settings), socket_timeout=10) as connection:
-            yield connection, settings.queue
+        with Redis.from_url(url, socket_timeout=10) as connection:
+            yield connection, queue
     except RedisError as error:
         raise CommandError(
             ExitCode.BUS_UNAVAILABLE, f"Redis: {error}", "`tokenbus doctor` looks into it."
@@ -41,11 +39,10 @@ def _redis(
 
 
 @app.command("list")
+@with_groups
 def list_dead(
+    address: RedisAddress,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="How many.")] = 20,
-    queue: Queue = None,
-    redis: RedisUrl = None,
-    data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """The newest dead jobs and why each was given up.
@@ -54,7 +51,7 @@ def list_dead(
     """
     from ops.dead_letters import newest
 
-    with _redis(redis, queue, data_dir) as (connection, name):
+    with _redis(address) as (connection, name):
         letters = newest(connection, name, limit)
     if as_json:
         print_json([letter.facts() for letter in letters])
@@ -67,13 +64,8 @@ def list_dead(
 
 
 @app.command()
-def show(
-    id_: Id,
-    queue: Queue = None,
-    redis: RedisUrl = None,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-) -> None:
+@with_groups
+def show(id_: Id, address: RedisAddress, as_json: Json = False) -> None:
     """One dead job with its whole request.
 
     [dim]Example:[/dim] tokenbus dead show 1764441600000-0
@@ -82,7 +74,7 @@ def show(
     """
     from ops.dead_letters import find
 
-    with _redis(redis, queue, data_dir) as (connection, name):
+    with _redis(address) as (connection, name):
         letter = find(connection, name, id_)
     request = letter.readable_request()
     if as_json:
@@ -92,13 +84,8 @@ def show(
 
 
 @app.command()
-def requeue(
-    id_: Id,
-    queue: Queue = None,
-    redis: RedisUrl = None,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-) -> None:
+@with_groups
+def requeue(id_: Id, address: RedisAddress, as_json: Json = False) -> None:
     """Send a dead job again, under a new id that is printed.
 
     [dim]Example:[/dim] tokenbus tail "$(tokenbus dead requeue 1764441600000-0)"
@@ -108,7 +95,7 @@ def requeue(
     from ops.dead_letters import find
     from ops.dead_letters import requeue as send_again
 
-    with _redis(redis, queue, data_dir) as (connection, name):
+    with _redis(address) as (connection, name):
         job = send_again(connection, name, find(connection, name, id_))
     if as_json:
         print_json({"job": job})

@@ -3,100 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ops.cli.options import (
-    DataDir,
-    FrequencyPenalty,
-    Json,
-    MaxTokens,
-    MinP,
-    PresencePenalty,
-    Prompt,
-    Queue,
-    Raw,
-    RedisUrl,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-    client_settings,
-    read_prompt,
-    redis_address,
-    request_fields,
-    sampling,
-)
+from ops.cli.address import RedisAddress
+from ops.cli.job_options import PromptOptions, SamplingOptions
+from ops.cli.options import Json, with_groups
 from ops.cli.output import print_facts, print_json
 
 if TYPE_CHECKING:
-    from tokenbus import AsyncClient
+    from tokenbus import AsyncClient, JobStatus
 
 T = TypeVar("T")
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Tail it at once.")]
 
 
-def submit(
-    prompt: Prompt,
-    system: System = None,
-    raw: Raw = False,
-    job: Annotated[str | None, typer.Option("--job", metavar="ID", help="Id of the job.")] = None,
+@dataclass(frozen=True, slots=True)
+class QueueOptions:
+    """What the queue is to know of a job. The names are those of the job's fields."""
+
+    job: Annotated[str | None, typer.Option("--job", metavar="ID", help="Id of the job.")] = None
     priority: Annotated[
         str, typer.Option("--priority", metavar="high|normal|low", help="Who goes first.")
-    ] = "normal",
+    ] = "normal"
     deadline_ms: Annotated[
         int | None, typer.Option("--deadline-ms", metavar="MS", help="End it after this long.")
-    ] = None,
-    tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="For fair shares.")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Tail it at once.")] = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    redis: RedisUrl = None,
-    queue: Queue = None,
-    data_dir: DataDir = None,
+    ] = None
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", metavar="NAME", help="For fair shares.")
+    ] = None
+
+    def fields(self) -> dict[str, Any]:
+        """Those that were given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@with_groups
+def submit(
+    prompt: PromptOptions,
+    options: QueueOptions,
+    sampling: SamplingOptions,
+    address: RedisAddress,
+    follow: Follow = False,
     as_json: Json = False,
 ) -> None:
     """Put a job into Redis and print its id; a worker will run it, now or later.
 
     [dim]Examples:[/dim]
-
     tokenbus submit "Write a haiku about rivers." --max-tokens 40
-
     tokenbus tail "$(tokenbus submit 'The sea is' --raw)"
 
     [dim]Exit codes:[/dim] 5 no Redis, 6 job refused
     """
     from ops.cli.streaming import print_stream
 
-    fields = request_fields(read_prompt(prompt), system, raw=raw) | sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=stop,
-        job=job,
-        deadline_ms=deadline_ms,
-    )
-    fields |= {"priority": priority} | ({"tenant": tenant} if tenant else {})
+    fields = prompt.fields() | options.fields() | sampling.fields()
 
     async def work(client: AsyncClient) -> None:
         job = await client.submit(**fields)
@@ -107,18 +72,17 @@ def submit(
         if follow:
             await print_stream(client.tail(job), as_json=as_json)
 
-    _over_redis(redis, queue, data_dir, work)
+    _over_redis(address, work)
 
 
+@with_groups
 def tail(
     job: JobId,
+    address: RedisAddress,
     from_seq: Annotated[
         int,
         typer.Option("--from-seq", metavar="SEQ", min=0, help="Last token seen; 0: everything."),
     ] = 0,
-    redis: RedisUrl = None,
-    queue: Queue = None,
-    data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Follow a job from Redis: what is there already, then each token as it comes, to the end.
@@ -130,68 +94,74 @@ def tail(
     from ops.cli.streaming import print_stream
 
     async def work(client: AsyncClient) -> None:
+        await _known(client, job)  # a mistyped id would be waited for, for ever
         await print_stream(client.tail(job, from_seq=from_seq), as_json=as_json)
 
-    _over_redis(redis, queue, data_dir, work)
+    _over_redis(address, work)
 
 
-def cancel(
-    job: JobId,
-    redis: RedisUrl = None,
-    queue: Queue = None,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-) -> None:
+@with_groups
+def cancel(job: JobId, address: RedisAddress, as_json: Json = False) -> None:
     """Ask for a job's end. It gets its terminal event from whoever runs it, or will pick it up.
 
     [dim]Example:[/dim] tokenbus cancel 1764441600000-0
 
-    [dim]Exit codes:[/dim] 5 no Redis
+    [dim]Exit codes:[/dim] 5 no Redis, 7 no such job
     """
-    _over_redis(redis, queue, data_dir, lambda client: client.cancel(job))
+
+    async def work(client: AsyncClient) -> JobStatus | None:
+        status = await _known(client, job)
+        if status is None or not status.is_over:
+            await client.cancel(job)
+        return status
+
+    status = _over_redis(address, work)
+    is_over = status is not None and status.is_over
     if as_json:
-        print_json({"job": job, "cancel": "requested"})
+        print_json({"job": job, "cancel": "too_late" if is_over else "requested"})
+    elif status is not None and is_over:
+        print(f"{job} has ended already: {status.state}, {status.reason or status.code}.")
     else:
         print(f"Asked for the end of {job}; `tokenbus status {job}` shows when it is reached.")
 
 
-def status(
-    job: JobId,
-    redis: RedisUrl = None,
-    queue: Queue = None,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-) -> None:
+@with_groups
+def status(job: JobId, address: RedisAddress, as_json: Json = False) -> None:
     """Where a job stands: queued, running, done or failed; attempt, tokens so far, worker.
 
     [dim]Example:[/dim] tokenbus status 1764441600000-0
 
     [dim]Exit codes:[/dim] 5 no Redis, 7 no such job
     """
-    from dataclasses import asdict
-
-    facts = asdict(_over_redis(redis, queue, data_dir, lambda client: client.status(job)))
+    facts = asdict(_over_redis(address, lambda client: client.status(job)))
     if as_json:
         print_json(facts)
     else:
+        facts["tokens"] = facts.pop("seq")
         print_facts({name: value for name, value in facts.items() if value not in ("", None)})
 
 
-def _over_redis(
-    redis: str | None,
-    queue: str | None,
-    data_dir: Path | None,
-    work: Callable[[AsyncClient], Coroutine[Any, Any, T]],
-) -> T:
+async def _known(client: AsyncClient, job: str) -> JobStatus | None:
+    """Where the job stands; None where this Redis does not say it. Raises UnknownJob."""
+    from tokenbus.errors import TokenbusError, UnknownJob
+
+    try:
+        return await client.status(job)
+    except UnknownJob:
+        raise
+    except TokenbusError:  # a long queue, or a user with few rights
+        return None
+
+
+def _over_redis(address: RedisAddress, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
     """Do something with a client of the Redis door; what it raises ends the command."""
     from ops.cli.streaming import run_client
     from tokenbus import AsyncClient
 
-    settings = client_settings(queue, redis, None, data_dir)
-    url = redis_address(settings)
+    url, queue = address.find()
 
     async def run() -> T:
-        async with AsyncClient(redis=url, queue=settings.queue) as client:
+        async with AsyncClient(redis=url, queue=queue) as client:
             return await work(client)
 
     return run_client(run())

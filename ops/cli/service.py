@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.options import Config, DataDir, Json, Set, with_assignments
+from ops.cli.address import DataDir
+from ops.cli.options import Config, Json, Set, with_assignments
 
 if TYPE_CHECKING:
     from ops.models import ResolvedModel
@@ -88,9 +89,7 @@ def serve(
     finish, waiting ones stay in Redis for another worker. A second Ctrl-C does not wait.
 
     [dim]Examples:[/dim]
-
     tokenbus serve
-
     tokenbus serve --model ~/models/Qwen3-8B --redis redis://bus:6379/0 --queue chat --zmq none
 
     [dim]Exit codes:[/dim] 0 drained, 3 bad setting, 4 model unavailable, 5 address or Redis

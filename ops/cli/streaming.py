@@ -26,12 +26,18 @@ def client_errors() -> Iterator[None]:
     try:
         yield
     except BusUnavailable as error:
-        remedy = "Is a worker running? `tokenbus doctor` checks the addresses."
+        remedy = (
+            "Is Redis running there? `tokenbus doctor --redis URL` looks into it."
+            if error.message.startswith("Redis")
+            else "Is a worker running? `tokenbus doctor` checks the addresses."
+        )
         raise CommandError(ExitCode.BUS_UNAVAILABLE, error.message, remedy) from error
     except UnknownJob as error:
-        raise CommandError(ExitCode.NOT_FOUND, error.message) from error
+        remedy = "Another queue (--queue)? What Redis keeps of a job ends an hour after the job."
+        raise CommandError(ExitCode.NOT_FOUND, error.message, remedy) from error
     except TokenbusError as error:
-        where = f" (field {error.field})" if error.field else ""
+        is_named = error.message.startswith(f"{error.field}:")
+        where = f" (field {error.field})" if error.field and not is_named else ""
         remedy = "The same job may succeed later." if error.retry else ""
         message = f"{error.code}: {error.message}{where}"
         raise CommandError(ExitCode.JOB_FAILED, message, remedy) from error

@@ -6,38 +6,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import (
-    DataDir,
-    Json,
-    Key,
-    Queue,
+from ops.cli.address import (
     RedisUrl,
-    ServerKey,
-    ZmqEndpoint,
+    ZmqAddress,
     client_settings,
     local_worker,
     redis_address,
-    zmq_address,
 )
+from ops.cli.options import Json, with_groups
 from ops.cli.output import print_json
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ops.top_sources import Source
 
 
+@with_groups
 def top(
+    address: ZmqAddress,
+    redis: RedisUrl = None,
     once: Annotated[bool, typer.Option("--once", help="One picture, then end.")] = False,
     every: Annotated[
         float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Time between looks.")
     ] = 1.0,
-    redis: RedisUrl = None,
-    zmq: ZmqEndpoint = None,
-    server_key: ServerKey = None,
-    key: Key = None,
-    queue: Queue = None,
-    data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Watch a queue and its workers: jobs, tokens a second, latency, KV cache. q quits.
@@ -46,11 +36,8 @@ def top(
     has no Redis, at one worker over ZeroMQ. --json prints one sample.
 
     [dim]Examples:[/dim]
-
     tokenbus top
-
     tokenbus top --redis redis://bus:6379/0 --queue chat
-
     tokenbus top --json --zmq tcp://127.0.0.1:5555
 
     [dim]Exit codes:[/dim] 5 no Redis, no worker
@@ -62,7 +49,7 @@ def top(
 
     console = Console()
     with client_errors():
-        source = _source(redis, zmq, server_key, key, queue, data_dir)
+        source = _source(address, redis)
         try:
             if as_json:
                 sample, trend = settled(source)
@@ -75,20 +62,12 @@ def top(
             source.close()
 
 
-def _source(
-    redis: str | None,
-    zmq: str | None,
-    server_key: Path | None,
-    key: Path | None,
-    queue: str | None,
-    data_dir: Path | None,
-) -> Source:
-    from ops.keyfiles import client_keys
+def _source(address: ZmqAddress, redis: str | None) -> Source:
     from ops.top_sources import RedisSource, ZmqSource
 
-    settings = client_settings(queue, redis, zmq, data_dir)
+    settings = client_settings(address.queue, redis, address.zmq, address.data_dir)
     worker = local_worker(settings)
     has_only_zmq = redis is None and worker is not None and not worker.redis
-    if zmq is not None or (has_only_zmq and settings.redis_mode != "url"):
-        return ZmqSource(zmq_address(settings), client_keys(server_key, key))
+    if address.zmq is not None or (has_only_zmq and settings.redis_mode != "url"):
+        return ZmqSource(*address.find())
     return RedisSource(redis_address(settings), settings.queue)

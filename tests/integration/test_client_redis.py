@@ -232,6 +232,12 @@ async def test_status_reads_the_hash_or_finds_the_waiting_job(
     fields = {"state": "running", "attempt": "2", "worker": "w"}
     writer.redis.hset(writer.keys.job("j"), mapping=fields)
     assert await client.status("j") == JobStatus("j", "running", attempt=2, worker="w")
+    writer.add(tokens("j", 7, 5, 6, text="ab", attempt=2))
+    assert (await client.status("j")).seq == 8
+    ended = {"state": "done", "reason": "stop", "completion_tokens": "8"}
+    writer.redis.hset(writer.keys.job("j"), mapping=ended)
+    writer.redis.delete(writer.keys.out("j"))
+    assert (await client.status("j")).seq == 8
 
 
 async def test_status_finds_a_job_behind_many_or_says_that_it_cannot_tell(

@@ -72,12 +72,19 @@ async def run_job(client: AsyncClient, victim: WorkerProcess | None = None) -> N
 async def cancel_a_job(client: AsyncClient) -> None:
     """Submit one, cancel it after its first tokens, read it to its end."""
     job = await client.submit("ab", max_tokens=5_000, ignore_eos=True)
-    async for _ in client.tail(job):
+    async for tokens in client.tail(job):
+        running = await client.status(job)
+        assert running.state == "running"
+        assert running.seq >= tokens.seq
         await client.cancel(job)
         break
-    async for _ in client.tail(job):
+    stream = client.tail(job)
+    async for _ in stream:
         pass
-    assert (await client.status(job)).state == "done"
+    status = await client.status(job)
+    assert status.state == "done"
+    assert stream.done is not None
+    assert status.seq == stream.done.usage.completion_tokens
 
 
 async def test_a_worker_needs_no_more_than_its_user_may(

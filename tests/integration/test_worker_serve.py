@@ -228,9 +228,11 @@ async def test_client_commands_find_the_worker_on_this_host(tmp_path: Path) -> N
         assert [i for e in events for i in e.get("ids", ())]
         assert events[-1]["event"] == "done"
         code, said = await tokenbus(worker, "status", job, "--json")
-        assert (code, json.loads(said)["state"]) == (ExitCode.OK, "done")
-        code, said = await tokenbus(worker, "status", "nobody-knows-it")
-        assert code == ExitCode.NOT_FOUND, said
+        facts = json.loads(said)
+        assert (code, facts["state"], facts["seq"]) == (ExitCode.OK, "done", 5)
+        for command in ("status", "tail", "cancel"):
+            code, said = await tokenbus(worker, command, "nobody-knows-it")
+            assert code == ExitCode.NOT_FOUND, said
         code, said = await tokenbus(worker, "ask", "-", "--raw", "-n", "3", "--json", stdin="Hi")
         assert code == ExitCode.OK, said
         assert json.loads(said.splitlines()[-1])["usage"]["completion_tokens"] == 3
@@ -238,7 +240,7 @@ async def test_client_commands_find_the_worker_on_this_host(tmp_path: Path) -> N
         assert code == ExitCode.JOB_FAILED
         assert "temperature" in said
         code, said = await tokenbus(worker, "cancel", job)
-        assert code == ExitCode.OK, said
+        assert (code, said) == (ExitCode.OK, f"{job} has ended already: done, length.\n")
         code, said = await tokenbus(worker, "dead", "list")
         assert (code, said) == (ExitCode.OK, "No dead jobs in queue default.\n")
 

@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ops.cli import ask, jobs
 from ops.cli.app import app
+from ops.cli.job_options import PromptOptions, SamplingOptions
 from ops.cli.options import nested, with_assignments
 from ops.exit_codes import MEANINGS, CommandError, ExitCode
 from ops.keyfiles import generate
@@ -94,23 +94,40 @@ def test_no_worker_and_no_redis_is_said_in_words(tmp_path: Path) -> None:
     assert "Start `tokenbus serve`, or give --redis" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["ask", "submit"])
+@pytest.mark.parametrize("command", [("ask", "hello"), ("submit", "hello")])
 def test_every_sampling_option_becomes_its_field(
-    monkeypatch: pytest.MonkeyPatch, command: str
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     fields = {
         "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3,
         "repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 0.25,
     }  # fmt: skip
     given: dict[str, object] = {}
+    fields_of = SamplingOptions.fields
 
-    def note(**values: object) -> None:
-        given.update(values)
+    def note(options: SamplingOptions) -> None:
+        given.update(fields_of(options))
         raise typer.Exit
 
-    monkeypatch.setattr({"ask": ask, "submit": jobs}[command], "sampling", note)
-    run(command, "hello", *(f"--{name.replace('_', '-')}={v}" for name, v in fields.items()))
-    assert {name: given.get(name) for name in fields} == fields
+    monkeypatch.setattr(SamplingOptions, "fields", note)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
+    run(*command, *flags, "--stop", "a", "--stop", "b")
+    assert given == {**fields, "stop": ["a", "b"]}
+
+
+def test_options_that_are_not_given_are_no_fields_and_zeros_are() -> None:
+    assert SamplingOptions().fields() == {}
+    assert SamplingOptions(temperature=0.0, seed=0).fields() == {"temperature": 0.0, "seed": 0}
+
+
+def test_a_plain_continuation_is_a_prompt_and_anything_else_a_conversation() -> None:
+    assert PromptOptions("a", raw=True).fields() == {"prompt": "a"}
+    user = {"role": "user", "content": "a"}
+    system = {"role": "system", "content": "b"}
+    assert PromptOptions("a").fields() == {"messages": [user]}
+    assert PromptOptions("a", system="b").fields() == {"messages": [system, user]}
+    with pytest.raises(typer.BadParameter):
+        PromptOptions("a", system="b", raw=True).fields()
 
 
 def test_assignments_become_a_tree() -> None:

@@ -99,8 +99,16 @@ export class RedisDoor implements Door {
     const fields = toMap((await this.#commands.call(["HGETALL", `${this.#prefix}job:${job}`])) as string[]);
     const { state, reason, code } = fields;
     if (state === undefined) return undefined;
-    const status: JobStatus = { job, state, attempt: Number(fields["attempt"] ?? 0), seq: Number(fields["seq"] ?? 0) };
+    const isOver = state === "done" || state === "failed";
+    const seq = isOver ? Number(fields["completion_tokens"] ?? 0) : await this.#lastSeq(job);
+    const status: JobStatus = { job, state, attempt: Number(fields["attempt"] ?? 0), seq };
     return { ...status, ...(reason ? { reason } : {}), ...(code ? { code } : {}) };
+  }
+
+  /** Seq of the last token of a job that runs or waits for another attempt. */
+  async #lastSeq(job: string): Promise<number> {
+    const last = (await this.#newest(this.#outKey(job), "+", "-", 1))[0];
+    return last === undefined ? 0 : Number(last[0].slice(last[0].lastIndexOf("-") + 1));
   }
 
   /** Whether the job is in a jobs stream; undefined if not all of one was looked through. */

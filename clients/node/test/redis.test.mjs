@@ -159,6 +159,12 @@ redisTest("status reads the hash or finds the waiting job", async (client, queue
   assert.equal((await client.status("j")).state, "queued");
   await server.redis.sendCommand(["HSET", `tokenbus:{${queue}}:job:j`, "state", "running", "attempt", "2"]);
   assert.deepEqual(await client.status("j"), { job: "j", state: "running", attempt: 2, seq: 0 });
+  const tokens = ["event", "tokens", "seq", "1", "ids", "[5,6]", "text", "ab"];
+  await server.redis.sendCommand(["XADD", `tokenbus:{${queue}}:out:j`, "2-2", ...tokens]);
+  assert.equal((await client.status("j")).seq, 2);
+  const ended = ["state", "done", "reason", "stop", "completion_tokens", "2"];
+  await server.redis.sendCommand(["HSET", `tokenbus:{${queue}}:job:j`, ...ended]);
+  assert.deepEqual(await client.status("j"), { job: "j", state: "done", attempt: 2, seq: 2, reason: "stop" });
 });
 
 redisTest("status finds a job behind many others", async (client, queue) => {

@@ -96,8 +96,8 @@ Event = Started | Tokens | Done | Failed
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """Where a job stands. state: queued, running, done or failed; reason when done, code when
-    failed.
+    """Where a job stands. state: queued, running, done or failed; seq: of its last token; reason
+    when done, code when failed.
     """
 
     job: str
@@ -107,6 +107,11 @@ class JobStatus:
     worker: str = ""
     reason: str = ""
     code: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has its end."""
+        return self.state in ("done", "failed")
 
 
 def crc32_of_ids(ids: Iterable[int], crc: int = 0) -> int:

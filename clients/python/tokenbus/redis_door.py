@@ -129,7 +129,15 @@ class RedisDoor:
         client = self._commands.client
         found = await self._commands.call(lambda: client.hgetall(self._keys.job(name)))
         fields = {bytes(k).decode(): bytes(v).decode("utf-8", "replace") for k, v in found.items()}
-        return _status_from_hash(name, fields) if "state" in fields else None
+        if "state" not in fields:
+            return None
+        status = _status_from_hash(name, fields)
+        return status if status.is_over else replace(status, seq=await self._last_seq(name))
+
+    async def _last_seq(self, name: str) -> int:
+        """Seq of the last token of a job that runs or waits for another attempt."""
+        entries = await self._newest(self._keys.out(name), "+", "-", 1)
+        return int(entries[0][0].rpartition(b"-")[2]) if entries else 0
 
     async def _is_waiting(self, name: str) -> bool | None:
         """Whether the job is in a jobs stream; None if not all of one was looked through."""
@@ -164,7 +172,7 @@ def _status_from_hash(name: str, fields: Mapping[str, str]) -> JobStatus:
         job=name,
         state=fields["state"],
         attempt=_number(fields.get("attempt", "")),
-        seq=_number(fields.get("seq", "")),
+        seq=_number(fields.get("completion_tokens", "")),
         worker=fields.get("worker", ""),
         reason=fields.get("reason", ""),
         code=fields.get("code", ""),
