@@ -17,12 +17,15 @@ import zmq
 
 from broker.config import ZmqConfig
 from broker.gateway.security import Curve, ZapHandler
+from tokenbus.parts import receive_frames, receive_parts, send_parts
 
 BURST_MESSAGES = 64  # then the loop gets a turn
 HARD_CAP_FACTOR = 4  # libzmq cuts the connection without a word above this many max_frame_bytes
 HIGH_WATER_MESSAGES = 1_000
 LINGER_MS = 2_000
-_POLLIN = int(zmq.POLLIN)  # an enum's operators cost more than the question
+
+# As plain integers: an enum's operators cost more than what is asked with them.
+_POLLIN, _EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
 
 
 class Sent(Enum):
@@ -70,7 +73,7 @@ class Router:
     def send(self, peer: bytes, frames: Sequence[bytes]) -> Sent:
         """Send one message now or not at all. The frames must be immutable."""
         try:
-            self._socket.send_multipart((peer, *frames), zmq.DONTWAIT)
+            send_parts(self._socket, (peer, *frames))
         except zmq.Again:
             return Sent.FULL
         except zmq.ZMQError as error:
@@ -102,7 +105,7 @@ class Router:
 
     def _has_message(self) -> bool:
         """Cheaper than the exception of a receive in vain."""
-        return bool(self._socket.getsockopt(zmq.EVENTS) & _POLLIN)  # type: ignore[operator]
+        return bool(self._socket.get(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
     def _read(self) -> None:
         """Called when something should be there."""
@@ -119,11 +122,11 @@ class Router:
 
     def _take(self) -> tuple[bytes, list[bytes], bytes]:
         if not self._has_keys:
-            peer, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            peer, *frames = receive_parts(self._socket)
             return peer, frames, b""
-        parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-        key = str(parts[-1].get("User-Id")).encode()
-        return parts[0].bytes, [part.bytes for part in parts[1:]], key
+        first, *rest = receive_frames(self._socket)
+        key = str((rest or [first])[-1].get("User-Id")).encode()
+        return first.bytes, [frame.bytes for frame in rest], key
 
     def _configure(self, config: ZmqConfig, curve: Curve | None) -> None:
         socket = self._socket

@@ -125,3 +125,45 @@ class FakeWorker:
     async def error(self, error: TokenbusError, **where: object) -> None:
         """ERROR."""
         await self.send(MessageType.ERROR, error_to_body(error, **where))
+
+
+class Cuttable:
+    """A way to a worker's port that a test can cut, as a firewall or a cable would."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self.endpoint = ""
+
+    async def __aenter__(self) -> Cuttable:
+        self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """Break every connection; new ones may come."""
+        for writer in self._open:
+            writer.transport.abort()
+        self._open.clear()
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._open |= {writer, far_writer}
+        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until either end is gone."""
+    try:
+        while data := await reader.read(65_536):
+            writer.write(data)
+    except OSError:
+        return
+    finally:
+        writer.close()

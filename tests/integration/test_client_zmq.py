@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.integration.fake_worker import FakeWorker
+from tests.integration.fake_worker import Cuttable, FakeWorker
 from tokenbus import AsyncClient, Timeouts, TokenbusError, zmq_job
 from tokenbus.bodies import error_to_body
 from tokenbus.errors import (
@@ -224,6 +224,26 @@ async def test_a_new_connection_to_the_same_worker_resumes(
     await worker.tokens(("j", 2, [6], "b"))
     await worker.done("j", [5, 6])
     assert await reading == "ab"
+
+
+async def test_a_cut_connection_resumes_at_once_and_not_at_the_next_heartbeat() -> None:
+    async with (
+        asyncio.timeout(10),
+        FakeWorker(heartbeat_ms=60_000) as worker,
+        Cuttable(worker.port) as way,
+        AsyncClient(zmq=way.endpoint, timeouts=FAST) as client,
+    ):
+        reading = await begun(worker, client)
+        await worker.settle()
+        for after, (token_id, text) in enumerate([(6, "b"), (7, "c")], start=1):
+            way.cut()
+            resume = await worker.expect(T.RESUME)
+            assert resume.body == {"job": "j", "after": after}
+            assert len(worker.hellos) == 1 + after  # one for each connection
+            await worker.tokens(("j", after + 1, [token_id], text))
+            await worker.settle()
+        await worker.done("j", [5, 6, 7])
+        assert await reading == "abc"
 
 
 async def test_a_submit_that_a_restarted_worker_never_read_is_sent_again() -> None:

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from tokenbus.connection_watch import ConnectionWatch
+from tokenbus.parts import receive_parts, send_parts
+
 _BURST = 256  # messages before the loop gets a turn for others
 _RETRY_S = 0.02  # until a message that found no connection is tried again
 MAX_UNSENT = 10_000
@@ -28,13 +31,16 @@ class CurveKeys:
 
 
 class Dealer:
-    """One connection. `on_message` gets the frames of each message; it must not raise."""
+    """One connection. `on_message` gets the frames of each message, `on_connection` True or False
+    when there is a connection (again) or it broke; they must not raise.
+    """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         on_message: Callable[[list[bytes]], None],
+        on_connection: Callable[[bool], None],
         curve: CurveKeys | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -48,22 +54,25 @@ class Dealer:
         self._socket.setsockopt(zmq.RCVHWM, 0)  # credit bounds what comes
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6_000)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5_000)
         if curve is not None:
             self._socket.curve_serverkey = curve.server_key.encode()
             self._socket.curve_publickey = curve.public_key.encode()
             self._socket.curve_secretkey = curve.secret_key.encode()
+        self._watch = ConnectionWatch(self._socket, on_connection)
         self._socket.connect(endpoint)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._turn)
 
     def send(self, frames: list[bytes]) -> bool:
-        """Queue one message. False when MAX_UNSENT messages wait already."""
+        """Send one message, or keep it until it can go. False when MAX_UNSENT wait already."""
         if len(self._unsent) >= MAX_UNSENT:
             return False
         self._unsent.append(frames)
-        if self._timer is None:
+        if len(self._unsent) == 1:
+            self._flush()
+        if self._timer is None:  # the send may have taken the edge of what came
             self._timer = self._loop.call_later(0, self._on_timer)
         return True
 
@@ -76,6 +85,7 @@ class Dealer:
         self._loop.remove_reader(self._fd)
         if self._timer is not None:
             self._timer.cancel()
+        self._watch.close()
         self._socket.close()
 
     def _on_timer(self) -> None:
@@ -89,7 +99,7 @@ class Dealer:
         self._flush()
         for _ in range(_BURST):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = receive_parts(self._socket)
             except zmq.Again:
                 break
             self._on_message(frames)
@@ -101,9 +111,9 @@ class Dealer:
             self._again(_RETRY_S)
 
     def _flush(self) -> None:
-        while self._unsent:
+        while self._unsent and not self._is_closed:
             try:
-                self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
+                send_parts(self._socket, self._unsent[0])
             except zmq.Again:
                 return
             self._unsent.popleft()

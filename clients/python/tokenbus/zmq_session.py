@@ -1,8 +1,8 @@
 """One connection to a worker: HELLO and WELCOME, heartbeats, credit. Knows nothing of jobs.
 
 closed --open--> greeting --WELCOME--> live --silence or version error--> lost
-                              ^         | ERROR no_session: HELLO again
-                              +---------+
+                     ^                  | ERROR no_session, or connected again after a break:
+                     +------------------+ HELLO again
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class ZmqSession:
         self._last_sent_s = self._last_heard_s = self._hello_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._is_live = False
+        self._was_cut = False
         self.lost: asyncio.Future[TokenbusError] = self._loop.create_future()
-        self._dealer = Dealer(context, endpoint, self._on_frames, curve)
+        self._dealer = Dealer(context, endpoint, self._on_frames, self._on_connection, curve)
 
     @property
     def is_live(self) -> bool:
@@ -116,6 +117,18 @@ class ZmqSession:
         if now_s - self._last_sent_s >= self._heartbeat_s * 0.9:
             self.send(MessageType.PING, {"t": int(now_s * 1_000)})
         self._timer = self._loop.call_later(self._heartbeat_s / 2, self._on_heartbeat)
+
+    def _on_connection(self, is_up: bool) -> None:
+        """A new connection has no session yet. It is not waited for: the heartbeats go on."""
+        if not is_up:
+            self._is_live = False
+            self._was_cut = True
+        elif self._was_cut and not self.lost.done():
+            self._was_cut = False
+            try:
+                self._say_hello()
+            except BusUnavailable as error:
+                self._lose(error)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         self._last_heard_s = self._loop.time()
