@@ -35,6 +35,7 @@ log = structlog.get_logger("ops.supervisor")
 
 DRAIN_MARGIN_S = 3.0  # for the broker to say goodbye after its own drain time
 LAST_WORDS_S = 1.0  # for what a dead child wrote into its status pipe
+HURRY_S = 2.0  # for the broker to give its jobs back when it must not wait for them
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL of the engine and Redis
 
 
@@ -99,6 +100,7 @@ class Supervisor(Actor):
         self._state = State.RUNNING
         self._result = ExitCode.OK
         self._was_ready = False
+        self._is_hurried = False  # a second stop came
         self.failure: CommandError | None = None  # set before `finished`: what a person reads last
         self.finished: asyncio.Future[ExitCode] = system.loop.create_future()
 
@@ -231,7 +233,10 @@ class Supervisor(Actor):
             self._signal("broker", signal.SIGTERM)
         elif self._state is State.DRAINING:
             log.warning("worker.stopping_now", why=why)
-            self._signal("broker", signal.SIGKILL)
+            # Told again, the broker gives its Redis jobs back; told a third time, it has no time.
+            self._signal("broker", signal.SIGKILL if self._is_hurried else signal.SIGTERM)
+            self._is_hurried = True
+            self.later(HURRY_S, lambda: self._signal("broker", signal.SIGKILL))
         self._continue_stop()
 
     def _begin_drain(self, why: str) -> None:

@@ -188,7 +188,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m ops.bench.ring [--seconds S]`: a table, then one JSON line."""
-    parser = argparse.ArgumentParser(prog="ops.bench.ring", description=__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--seconds", type=float, default=8.0, help="measuring time in all")
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     options = parser.parse_args(argv)

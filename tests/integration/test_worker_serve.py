@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 
 from ops.exit_codes import ExitCode
 from ops.worker_process import WorkerFailed, WorkerProcess, run_worker
+from tests.redis_servers import RedisServer
 from tokenbus import AsyncClient
 from tokenbus.events import crc32_of_ids
 
@@ -162,6 +163,27 @@ async def test_sigterm_lets_running_jobs_finish_and_exits_with_code_0(tmp_path: 
     assert num_tokens == NUM_TOKENS
     assert code == ExitCode.OK
     assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_a_second_signal_gives_running_jobs_back_uncounted(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Another worker may take them at once: no lease has to run out, and no crash is counted."""
+    async with (
+        run_worker(tmp_path / "data", (*SLOW, "--redis", redis_server.url)) as worker,
+        AsyncClient(redis=redis_server.url) as client,
+    ):
+        job = await client.submit("ab", max_tokens=4_000, ignore_eos=True)
+        stream = client.tail(job)
+        await anext(stream)
+        worker.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            while b"worker.draining" not in worker.log_file.read_bytes():
+                await asyncio.sleep(0.01)
+        assert await worker.stop() == ExitCode.OK
+        with redis_server.client() as redis:
+            facts = redis.hgetall(f"tokenbus:{{default}}:job:{job}")
+        assert (facts["state"], facts["crashes"]) == ("queued", "0")
 
 
 async def test_kill_9_of_the_supervisor_takes_its_processes_with_it(tmp_path: Path) -> None:
