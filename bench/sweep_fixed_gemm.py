@@ -34,11 +34,13 @@ TINY = inputs.ModelShape("tiny", 64, 128, 4, 2, 16, 2, 128)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A weight [n, k] and the row counts that it meets."""
+    """A weight [n, k], the row counts that it meets, and the type of its outputs: a head's are
+    float32, whose tiles take more shared memory."""
 
     n: int
     k: int
     rows: tuple[int, ...]
+    out_dtype: torch.dtype = inputs.DTYPE
 
 
 def shapes(names: list[str]) -> list[Shape]:
@@ -49,7 +51,8 @@ def shapes(names: list[str]) -> list[Shape]:
         for _, n, k in model.linear_layers:
             found.setdefault((n, k), Shape(n, k, ROWS if model is not TINY else (3,)))
         head = (model.vocab_size, model.hidden)
-        found.setdefault(head, Shape(*head, HEAD_ROWS if model is not TINY else (3,)))
+        rows = HEAD_ROWS if model is not TINY else (3,)
+        found.setdefault(head, Shape(*head, rows, torch.float32))
     return list(found.values())
 
 
@@ -98,14 +101,14 @@ def compile_part(part: int, parts: int, names: list[str]) -> None:
     workspace = new_gemm_workspace(inputs.DEVICE)
     seen = set()
     for shape, m, splits, tile in jobs(names):
-        key = (shape.k, m <= FEW_ROWS, splits, tile)
+        key = (shape.k, m <= FEW_ROWS, splits, tile, shape.out_dtype)
         if key in seen:
             continue
         seen.add(key)
         if len(seen) % parts != part:
             continue
         x, weight = inputs.random(m, shape.k), inputs.random(512, shape.k)
-        out = torch.empty(m, 512, dtype=inputs.DTYPE, device=inputs.DEVICE)
+        out = torch.empty(m, 512, dtype=shape.out_dtype, device=inputs.DEVICE)
         try:
             fixed_linear(out, x, weight, workspace=workspace, pdl=True, tile=tile, splits=splits)
         except OutOfResources as error:
@@ -151,9 +154,11 @@ class Sweep:
         limit: int | None,
     ) -> tuple[float, FixedGemmTile] | None:
         """The fastest tile for m rows whose bits are the others'."""
-        out = torch.empty(m, shape.n, dtype=inputs.DTYPE, device=inputs.DEVICE)
+        out = torch.empty(m, shape.n, dtype=shape.out_dtype, device=inputs.DEVICE)
         timed: list[tuple[float, FixedGemmTile]] = []
-        reference = self._reference(x, weights[0], splits)
+        reference = torch.empty_like(out)  # every tile has to have the bits of plain small ones
+        plain = FixedGemmTile(64, 64, 64, 4, 4)
+        fixed_linear(reference, x, weights[0], tile=plain, splits=splits)
         for tile in candidates(m, splits)[:limit]:
             if time.monotonic() > self._end:
                 return None
@@ -168,12 +173,6 @@ class Sweep:
             except OutOfResources:
                 continue
         return min(timed, key=lambda entry: entry[0]) if timed else None
-
-    def _reference(self, x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.Tensor:
-        """The bits that every tile has to have: those of plain small tiles."""
-        out = torch.empty(len(x), len(weight), dtype=inputs.DTYPE, device=inputs.DEVICE)
-        fixed_linear(out, x, weight, tile=FixedGemmTile(64, 64, 64, 4, 4), splits=splits)
-        return out
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.pdl import pdl_begin, pdl_options
+from kernels.pdl import pdl_begin_late, pdl_options
 
 
 @triton.jit
@@ -27,7 +27,8 @@ def _embed_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
-    pdl_begin(PDL)
+    # Decode attention, some kernels on, reads work list, lengths and tables before its wait.
+    pdl_begin_late(PDL)
     row = tl.load(row_ptr + token).to(tl.int64)
     position = tl.load(position_ptr + token)
     is_live = row >= 0
@@ -56,7 +57,8 @@ def embed(
         weight: [V, N], last dimension contiguous, dtype of out.
         token_table: int32 [rows, max_len], every id read is in [0, V).
         token_rows, positions: int32 [T].
-        pdl: launch while the kernel before still runs.
+        pdl: launch while the kernel before still runs. What is launched behind starts only when
+            all work before this kernel is done.
     """
     num_tokens, num_columns = out.shape
     block = min(2048, triton.next_power_of_2(num_columns))

@@ -41,6 +41,15 @@ def pdl_begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def pdl_begin_late(PDL: tl.constexpr):
+    """As `pdl_begin`, but the next kernel starts only when all work before this one is done. What
+    comes behind may then read the results of that work before its own wait."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def prefetch_l2(pointers):
     """Ask for the cache lines at `pointers` (any block of pointers, one a line); no result, no
     wait."""

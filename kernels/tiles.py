@@ -216,6 +216,34 @@ def small_gemm_tile(m: int, n: int, k: int, element_bytes: int = 2) -> SmallGemm
     return SmallGemmTile(block_n, block_k, split_k, 2 if block_n == 16 else 4, 4)
 
 
+@dataclass(frozen=True, slots=True)
+class PreloadedTile:
+    """GEMM with its weights in registers: outputs per program, warps (parts of K side by side)."""
+
+    block_n: int
+    num_warps: int
+
+
+_PRELOADED_TILES: dict[tuple[int, int], PreloadedTile] = {
+    # (N, K)
+    (576, 576): PreloadedTile(8, 8),
+    (960, 576): PreloadedTile(8, 8),
+    (576, 1536): PreloadedTile(8, 8),
+    (1536, 576): PreloadedTile(8, 8),
+    (1024, 2048): PreloadedTile(8, 8),
+    (1024, 3072): PreloadedTile(8, 16),
+    (3072, 1024): PreloadedTile(16, 8),
+    (4096, 1024): PreloadedTile(16, 8),
+}
+
+
+def preloaded_tile(m: int, n: int, k: int, element_bytes: int = 2) -> PreloadedTile | None:
+    """Tile of preloaded_linear for m rows and a weight [n, k]; None where it is not the fastest."""
+    if element_bytes != 2 or not 1 < m <= 16:
+        return None
+    return _PRELOADED_TILES.get((n, k))
+
+
 def use_small_gemm(m: int, n: int, k: int) -> bool:
     """Whether small_linear beats cuBLAS and separate neighbours for m rows and a weight [n, k].
 
