@@ -90,6 +90,8 @@ def _converse(
         try:
             line = input(prompt)
         except EOFError:
+            if prompt:
+                print()
             return
         if not line.strip():
             continue

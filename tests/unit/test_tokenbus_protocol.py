@@ -144,6 +144,14 @@ def test_a_body_that_cannot_be_packed_is_a_bad_frame() -> None:
             encode(MessageType.PING, {"t": value})
 
 
+@pytest.mark.parametrize("value", [float("nan"), 2**60, [1, [float("inf")]]])
+def test_a_value_outside_the_subset_is_answered_with_the_field_it_is_in(value: object) -> None:
+    packed = msgpack.packb({"job": "j", "temperature": value})
+    with pytest.raises(BadFrame, match=r"^temperature: ") as caught:
+        decode([head(MessageType.SUBMIT), packed])
+    assert caught.value.field == "temperature"
+
+
 def test_limits_hold_on_both_ways() -> None:
     limits = Limits(max_body_bytes=10, max_frame_bytes=4, max_blobs=1)
     for body, blobs in (({"t": "x" * 20}, []), ({}, [b"12345"]), ({}, [b"", b""])):

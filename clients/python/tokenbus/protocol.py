@@ -178,7 +178,12 @@ def _unpack(packed: bytes, *, check_values: bool = True) -> dict[str, Any]:
     if type(value) is not dict:
         raise BadFrame(f"body is a {_msgpack_name(value)}, expected a map")
     if check_values:
-        _check_values(value.values(), 1)
+        try:
+            _check_values(value.values(), 1)
+        except BadFrame:
+            for key, item in value.items():
+                _check_field(key, item)
+            raise
     return value
 
 
@@ -196,6 +201,14 @@ def _map_from_pairs(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
 
 def _refuse_ext(code: int, data: bytes) -> object:
     raise BadFrame(f"ext type {code} is not in the subset")
+
+
+def _check_field(key: str, value: Any) -> None:
+    """Of a body that is known to be bad: if it is this field, say so."""
+    try:
+        _check_values((value,), 1)
+    except BadFrame as error:
+        raise BadFrame(f"{key[:40]}: {error.message}", field=key[:40]) from error
 
 
 def _check_values(values: Any, depth: int) -> None:
