@@ -30,6 +30,7 @@ from engine.gpu.linear import Linears
 from engine.gpu.memory import StepLimits
 from engine.gpu.prompt_graph import PromptGraph
 from engine.gpu.row_tables import RowTables, SampleKind
+from engine.gpu.staging import StepSlots
 from engine.loader import read_spec
 from engine.model.spec import ModelSpec
 from engine.model.weights import assemble, named_shapes
@@ -54,13 +55,13 @@ def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: li
         Linears(deterministic, new_gemm_workspace(META)),
     )  # fmt: skip
     buffers = new_shared_buffers(spec, LIMITS, dtype, META, deterministic)
+    slots = StepSlots(4096, LIMITS.max_num_seqs, META)
+    parts = (decoder, tables, buffers, LIMITS.block_size, slots)
     for size in sizes:
         for kind in SampleKind:
-            DecodeGraph(size, kind, decoder, tables, buffers, LIMITS.block_size).run()
+            DecodeGraph(size, kind, *parts).run(slots)
     for tokens, rows in ((16, 1), (1024, 1), (2048, 8)):
-        PromptGraph(
-            tokens, rows, SampleKind.PLAIN, decoder, tables, buffers, LIMITS.block_size
-        ).run()
+        PromptGraph(tokens, rows, SampleKind.PLAIN, *parts).run(slots)
     tables.warm_up()
     _packed(decoder, buffers.activations.first(600), buffers)
 

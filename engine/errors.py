@@ -38,7 +38,8 @@ class OutOfBlocks(EngineError):
 
 
 class IntegrityError(EngineError):
-    """The books of the KV cache or of the rows do not add up: a bug of ours, never user input."""
+    """The books of the KV cache, the rows or the steps in flight do not add up: a bug of ours,
+    never user input."""
 
 
 class PlanError(EngineError):

@@ -1,4 +1,4 @@
-"""A step as one CUDA graph over one small int32 input buffer."""
+"""A step as one CUDA graph, with its inputs and results in slots of pinned memory."""
 
 from __future__ import annotations
 
@@ -7,36 +7,44 @@ from typing import Any
 
 import torch
 
+from engine.gpu.staging import IntArray, StepSlots
+from engine.plan import StepPlan
+
 
 class CapturedStep(ABC):
-    """Captures `run` once and replays it. Lengths and row numbers live in `inputs`, on the device.
+    """Captures `run` once and replays it. Lengths and row numbers are read from `slots`.
 
     `run` must be safe on inputs of -1 (padding only): it runs so once, to compile its kernels.
     """
 
-    def __init__(self, num_inputs: int, device: torch.device) -> None:
-        self.inputs = torch.full((num_inputs,), -1, dtype=torch.int32, device=device)
+    def __init__(self, slots: StepSlots) -> None:
+        self._slots = slots
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @abstractmethod
-    def run(self) -> None:
-        """Launch the step's kernels on the current stream."""
+    def fill(self, plan: StepPlan, host: IntArray) -> int:
+        """Write the plan's numbers into a slot; returns how many results to fetch."""
 
-    def capture(self, pool: Any) -> None:
-        """Compile, then record; waits for all work that was launched before."""
+    @abstractmethod
+    def run(self, slots: StepSlots) -> None:
+        """Launch the step's kernels on the current stream: the inputs of its slot first, `publish`
+        last."""
+
+    def capture(self, spare: StepSlots, pool: Any) -> None:
+        """Compile by a step of padding in the spare slots, then record; waits for all work that
+        was launched before. No step of `slots` is counted."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.run()
+            self.run(spare)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.run()
+            self.run(self._slots)
         self._graph = graph
 
-    def replay(self, host: torch.Tensor) -> None:
-        """Copy the filled pinned buffer to the device and launch, on the current stream."""
+    def replay(self) -> None:
+        """Launch on the current stream; the slot has been filled."""
         assert self._graph is not None, "replay before capture"
-        self.inputs.copy_(host[: len(self.inputs)], non_blocking=True)
         self._graph.replay()

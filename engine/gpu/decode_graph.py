@@ -1,12 +1,12 @@
 """Decode steps as CUDA graphs.
 
-Everything a decode step does is inside: block table changes, inputs, layers, LM head, sampler and
-the hand-over of the sampled tokens to the next step's input.
+Everything a decode step does is inside: inputs from the host's memory, block table changes, layers,
+LM head, sampler, the hand-over of the sampled tokens to the next step's input and to the host. Each
+kernel but the first may start while the one before runs.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from engine.gpu.buffers import SharedBuffers
@@ -14,13 +14,10 @@ from engine.gpu.captured import CapturedStep
 from engine.gpu.decoder import DecodeWork, GpuDecoder
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
-from engine.gpu.staging import IntArray
+from engine.gpu.staging import IntArray, StepSlots
 from engine.plan import StepPlan
 from kernels.decode_plan import plan_decode
-from kernels.inputs import expand_inputs
-from kernels.table_updates import apply_block_changes
-
-_FIELDS = 7  # changes [3] | rows | num_computed | rows that sample | position of the sample
+from kernels.step_slots import DECODE_FIELDS, begin_decode
 
 
 class DecodeGraph(CapturedStep):
@@ -40,31 +37,32 @@ class DecodeGraph(CapturedStep):
         tables: RowTables,
         buffers: SharedBuffers,
         block_size: int,
+        slots: StepSlots,
     ) -> None:
-        device = tables.block_table.device
-        super().__init__(_FIELDS * size, device)
+        super().__init__(slots)
         self.size = size
         self._kind = kind
         self._decoder = decoder
         self._tables = tables
         self._buffers = buffers
         self._block_size = block_size
-        self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
-        self._cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self._seq_lens, self._due_rows, self._due_positions = torch.zeros(
+            3, -(-size // 4) * 4, dtype=torch.int32, device=tables.block_table.device
+        )[:, :size]
 
     @staticmethod
     def num_host_ints(max_num_seqs: int) -> int:
         """int32 that the largest graph's inputs take."""
-        return _FIELDS * max_num_seqs
+        return DECODE_FIELDS * max_num_seqs
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether the plan's rows and changes find room."""
         return max(len(plan.rows), len(plan.block_rows)) <= self.size
 
     def fill(self, plan: StepPlan, host: IntArray) -> int:
-        """Write the plan's numbers into a pinned array; returns how many results to fetch."""
+        """Write the plan's numbers into a slot; returns how many results to fetch."""
         size, num_changes, num_rows = self.size, len(plan.block_rows), len(plan.rows)
-        view = host[: _FIELDS * size].reshape(_FIELDS, size)
+        view = host[: DECODE_FIELDS * size].reshape(DECODE_FIELDS, size)
         view[0, num_changes:] = -1
         view[0, :num_changes] = plan.block_rows
         view[1, :num_changes] = plan.block_cols
@@ -72,27 +70,26 @@ class DecodeGraph(CapturedStep):
         view[3, :num_rows] = plan.rows
         view[3, num_rows:] = -1
         view[4, :num_rows] = plan.num_computed
-        view[4, num_rows:] = 0
         view[5] = -1
         view[5, :num_rows][plan.sample] = plan.rows[plan.sample]
-        np.add(view[4], 1, out=view[6])
         return num_rows
 
-    def run(self) -> None:
+    def run(self, slots: StepSlots) -> None:
         """Launch the step's kernels on the current stream."""
         size, b = self.size, self._buffers
-        fields = self.inputs.view(_FIELDS, size)
-        changes = fields[:3]
-        rows, num_computed, rows_due, positions = fields[3:]
         a = b.activations.first(size)
-        apply_block_changes(changes, self._tables.block_table)
-        expand_inputs(
-            a.token_rows, a.positions, a.slots, self._seq_lens,
-            rows, num_computed, self._cu_seqlens, self._tables.block_table, self._block_size,
+        begin_decode(
+            a.token_rows, a.positions, a.slots, self._seq_lens, self._due_rows, self._due_positions,
+            slots.inputs, slots.count, self._tables.block_table, self._block_size, pdl=True,
         )  # fmt: skip
         plans = b.attention.of(size)
         for window, (plan, _) in plans.items():
-            plan_decode(plan, self._seq_lens, self._decoder.spec.num_kv_heads, window=window)
+            plan_decode(
+                plan, self._seq_lens, self._decoder.spec.num_kv_heads, window=window, pdl=True
+            )
         logits = b.head.logits[:size]
-        self._decoder.decode(a, DecodeWork(rows, self._seq_lens, plans), logits)
-        sample_rows(self._kind, logits, rows_due, positions, self._tables, b)
+        self._decoder.decode(a, DecodeWork(a.token_rows, self._seq_lens, plans), logits)
+        sample_rows(
+            self._kind, logits, self._due_rows, self._due_positions, self._tables, b, pdl=True
+        )
+        slots.publish(b.out_tokens[:size], b.out_bad[:size], pdl=True)

@@ -20,6 +20,7 @@ from engine.gpu.decoder import GpuDecoder
 from engine.gpu.memory import StepLimits
 from engine.gpu.prompt_graph import PromptGraph, num_host_ints
 from engine.gpu.row_tables import RowTables, SampleKind
+from engine.gpu.staging import StepSlots
 from engine.plan import StepPlan
 
 _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512)
@@ -40,7 +41,11 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 class GraphCache:
-    """The captured step for a plan, if plans of its kind are captured."""
+    """The captured step for a plan, if plans of its kind are captured.
+
+    slots: where captured steps read their inputs and all steps leave their results. spare: the same
+    for work that is no step.
+    """
 
     def __init__(
         self,
@@ -49,7 +54,14 @@ class GraphCache:
         buffers: SharedBuffers,
         limits: StepLimits,
     ) -> None:
-        self._parts = (decoder, tables, buffers, limits.block_size)
+        num_inputs = max(
+            DecodeGraph.num_host_ints(limits.max_num_seqs),
+            num_host_ints(_PROMPT_TOKENS[-1], _PROMPT_ROWS[-1], limits.block_size),
+        )
+        device = tables.block_table.device
+        self.slots = StepSlots(num_inputs, limits.max_num_seqs, device)
+        self.spare = StepSlots(num_inputs, limits.max_num_seqs, device)
+        self._parts = (decoder, tables, buffers, limits.block_size, self.slots)
         self._decode_sizes = decode_sizes(limits.max_num_seqs)
         self._prompt_tokens = tuple(
             size for size in _PROMPT_TOKENS if size <= limits.max_num_batched_tokens
@@ -58,10 +70,6 @@ class GraphCache:
         self._graphs: dict[Key, CapturedPlan] = {}
         self._missed: Counter[Key] = Counter()  # plans that found no graph, by key
         self._pool = torch.cuda.graph_pool_handle()
-        self.num_host_ints = max(
-            DecodeGraph.num_host_ints(limits.max_num_seqs),
-            num_host_ints(_PROMPT_TOKENS[-1], _PROMPT_ROWS[-1], limits.block_size),
-        )
 
     @property
     def num_captured(self) -> int:
@@ -119,7 +127,7 @@ class GraphCache:
             "prompt": lambda: PromptGraph(size, rows, kind, *self._parts),
         }
         graph: CapturedPlan = make[what]()
-        graph.capture(self._pool)
+        graph.capture(self.spare, self._pool)
         self._graphs[key] = graph
         return graph
 

@@ -14,9 +14,10 @@ from engine.gpu.captured import CapturedStep
 from engine.gpu.decoder import GpuDecoder, PromptWork
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
-from engine.gpu.staging import IntArray
+from engine.gpu.staging import IntArray, StepSlots
 from engine.plan import StepPlan
 from kernels.inputs import expand_inputs
+from kernels.step_slots import fetch_inputs
 from kernels.table_updates import apply_block_changes
 
 _CACHED_BLOCKS = 64  # block table entries that prefix hits may bring along
@@ -40,13 +41,15 @@ class PromptGraph(CapturedStep):
         tables: RowTables,
         buffers: SharedBuffers,
         block_size: int,
+        slots: StepSlots,
     ) -> None:
+        super().__init__(slots)
         device = tables.block_table.device
         self.num_tokens = num_tokens
         self.num_rows = num_rows
         self.max_changes = max_changes(num_tokens, num_rows, block_size)
-        super().__init__(3 * self.max_changes + 6 * num_rows + 1, device)
-        self.inputs[-num_rows - 1 :] = 0
+        num_inputs = 3 * self.max_changes + 6 * num_rows + 1
+        self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=device)
         self._kind = kind
         self._decoder = decoder
         self._tables = tables
@@ -59,14 +62,14 @@ class PromptGraph(CapturedStep):
         return len(plan.block_rows) <= self.max_changes
 
     def fill(self, plan: StepPlan, host: IntArray) -> int:
-        """Write the plan's numbers into a pinned array; returns the number of sampled rows."""
+        """Write the plan's numbers into a slot; returns the number of sampled rows."""
         num_changes, num_rows = len(plan.block_rows), len(plan.rows)
         changes = host[: 3 * self.max_changes].reshape(3, self.max_changes)
         changes[0, num_changes:] = -1
         changes[0, :num_changes] = plan.block_rows
         changes[1, :num_changes] = plan.block_cols
         changes[2, :num_changes] = plan.block_ids
-        rest = host[3 * self.max_changes : len(self.inputs)]
+        rest = host[3 * self.max_changes : len(self._inputs)]
         fields = rest[: 5 * self.num_rows].reshape(5, self.num_rows)
         cu_seqlens = rest[5 * self.num_rows :]
         ends = np.cumsum(plan.num_new)
@@ -84,11 +87,12 @@ class PromptGraph(CapturedStep):
         fields[4, : len(sampled)] = ends[sampled] - 1
         return len(sampled)
 
-    def run(self) -> None:
+    def run(self, slots: StepSlots) -> None:
         """Launch the step's kernels on the current stream."""
         size, b = self.num_rows, self._buffers
-        changes = self.inputs[: 3 * self.max_changes].view(3, self.max_changes)
-        rest = self.inputs[3 * self.max_changes :]
+        fetch_inputs(self._inputs, slots.inputs, slots.count)
+        changes = self._inputs[: 3 * self.max_changes].view(3, self.max_changes)
+        rest = self._inputs[3 * self.max_changes :]
         rows, num_computed, rows_due, positions, sample_tokens = rest[: 5 * size].view(5, size)
         cu_seqlens = rest[5 * size :]
         a = b.activations.first(self.num_tokens)
@@ -104,6 +108,7 @@ class PromptGraph(CapturedStep):
         prompts = PromptWork(0, rows, self._seq_lens, cu_seqlens)
         logits = self._decoder.packed(a, None, prompts, sample_tokens, b.head)
         sample_rows(self._kind, logits, rows_due, positions, self._tables, b)
+        slots.publish(b.out_tokens[:size], b.out_bad[:size])
 
 
 def max_changes(num_tokens: int, num_rows: int, block_size: int) -> int:

@@ -1,7 +1,8 @@
 """The GPU runner: plans in, tokens out, one step behind.
 
-`launch` only enqueues: rows that are new, one small upload, a graph (decode steps) or the packed
-step, and the copy of the sampled tokens to pinned memory. `collect` waits for the oldest of these.
+`launch` only enqueues: rows that are new, then a graph, which reads its inputs from pinned memory
+and writes its results there, or the packed step, with one small upload before and the results
+behind. `collect` waits for the oldest of these.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from engine.gpu.graph_cache import GraphCache
 from engine.gpu.memory import StepLimits
 from engine.gpu.packed_step import PackedSteps
 from engine.gpu.row_tables import RowTables, SampleKind
-from engine.gpu.staging import NUM_SLOTS, PinnedRing
+from engine.gpu.staging import NUM_SLOTS
 from engine.plan import RunnerInfo, StepPlan, StepResult
 
 
@@ -30,9 +31,9 @@ class _Flight:
     """A launched step: where its tokens will be on the host, and when."""
 
     step_id: int
+    number: int  # of the step in the slots
     num_results: int
     picked: npt.NDArray[np.int64] | None  # which of the results are tokens; None: all
-    slot: int
     done: torch.cuda.Event
 
 
@@ -55,12 +56,8 @@ class GpuRunner:
         self._buffers = buffers
         self._graphs = graphs
         self._packed = PackedSteps(decoder, tables, buffers, limits)
-        self._uploads = PinnedRing(graphs.num_host_ints)
-        rows = limits.max_num_seqs
-        self._out_tokens = [_pinned(rows, torch.int32) for _ in range(NUM_SLOTS)]
-        self._out_bad = [_pinned(rows, torch.int8) for _ in range(NUM_SLOTS)]
+        self._slots = graphs.slots
         self._events = [_new_event() for _ in range(NUM_SLOTS)]
-        self._next_slot = 0
         self._warm_ups = self._compile_ahead()
         self._flights: deque[_Flight] = deque()
 
@@ -71,27 +68,28 @@ class GpuRunner:
         self._tables.take_over(plan.new_rows)
         kind = SampleKind(self._tables.kinds[plan.rows[plan.sample]].max(initial=0))
         graph = self._graphs.find(plan, kind)
+        picked = None
         if graph is not None:
-            host, array = self._uploads.take()
-            num_results = graph.fill(plan, array)
-            graph.replay(host)
+            num_results = graph.fill(plan, self._slots.next_inputs())
+            graph.replay()
+            if not graph.packs_results and not plan.sample.all():
+                picked = np.flatnonzero(plan.sample)
         else:
             num_results = self._packed.run(plan, kind)
-        picked = None
-        if graph is not None and not graph.packs_results and not plan.sample.all():
-            picked = np.flatnonzero(plan.sample)
-        self._hand_over(plan.step_id, num_results, picked)
+            out = self._buffers
+            self._slots.publish(out.out_tokens[:num_results], out.out_bad[:num_results])
+        number = self._slots.launched()
+        done = self._events[number % NUM_SLOTS]
+        done.record()
+        self._flights.append(_Flight(plan.step_id, number, num_results, picked, done))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
         flight = self._flights.popleft()
         flight.done.synchronize()
+        tokens, bad = self._slots.results(flight.number)
         which = slice(flight.num_results) if flight.picked is None else flight.picked
-        return StepResult(
-            flight.step_id,
-            self._out_tokens[flight.slot].numpy()[which].copy(),
-            self._out_bad[flight.slot].numpy()[which].astype(np.bool_),
-        )
+        return StepResult(flight.step_id, tokens[which].copy(), bad[which].astype(np.bool_))
 
     def last_logits(self, index: int) -> torch.Tensor:
         """Logits float32 [V] of the index-th sampled row of the last step, penalties applied; for
@@ -114,30 +112,13 @@ class GpuRunner:
         """Compile kernels that no graph has, a piece at a time: a request waits for one at most."""
         yield from self._packed.warm_ups()
         self._tables.warm_up()
+        out = self._buffers
+        self._graphs.spare.publish(out.out_tokens[:0], out.out_bad[:0])
         yield
 
     def close(self) -> None:
         """Wait for the device; memory goes with the objects."""
         torch.cuda.synchronize()
-
-    def _hand_over(
-        self, step_id: int, num_results: int, picked: npt.NDArray[np.int64] | None
-    ) -> None:
-        slot = self._next_slot
-        self._next_slot = (slot + 1) % NUM_SLOTS
-        out = self._buffers
-        if num_results:
-            self._out_tokens[slot][:num_results].copy_(
-                out.out_tokens[:num_results], non_blocking=True
-            )
-            self._out_bad[slot][:num_results].copy_(out.out_bad[:num_results], non_blocking=True)
-        done = self._events[slot]
-        done.record()
-        self._flights.append(_Flight(step_id, num_results, picked, slot, done))
-
-
-def _pinned(length: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(length, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 def _new_event() -> torch.cuda.Event:

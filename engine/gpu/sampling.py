@@ -17,11 +17,13 @@ def sample_rows(
     positions: torch.Tensor,
     tables: RowTables,
     buffers: SharedBuffers,
+    pdl: bool = False,
 ) -> None:
     """Sample into the first S places of the out buffers and into the token table.
 
     kind: the largest of the rows' own. logits float32 [S, V], changed where a row has penalties.
     rows int32 [S], -1: nothing is done. positions int32 [S]: where the tokens will stand.
+    pdl: the sampler's kernels may start while the one before runs.
     """
     out_tokens = buffers.out_tokens[: len(rows)]
     is_penalised = kind == SampleKind.PENALISED
@@ -30,7 +32,7 @@ def sample_rows(
     sample(
         out_tokens, buffers.out_bad[: len(rows)], logits, rows, positions,
         tables.sampling, tables.token_table, buffers.sampler,
-        has_filters=kind >= SampleKind.FILTERED,
+        has_filters=kind >= SampleKind.FILTERED, pdl=pdl,
     )  # fmt: skip
     if is_penalised:
         count_sampled(tables.penalties, out_tokens, rows)

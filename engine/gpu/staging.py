@@ -1,6 +1,6 @@
 """Small host buffers in pinned memory: what a step sends to the device and gets back.
 
-At most two steps are in flight, so a ring of three is never written while a copy still reads it.
+At most two steps are in flight, so a ring of three is never written while a step still reads it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,68 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.errors import IntegrityError
+from kernels.step_slots import publish_results
+
 NUM_SLOTS = 3
 _ALIGNED_INTS = 4  # views start at 16 bytes: kernels are not compiled again for odd pointers
 
 IntArray = npt.NDArray[np.int32]
+
+
+class StepSlots:
+    """Slots of pinned memory that kernels read and write in place; step n has slot n % NUM_SLOTS.
+
+    The device counts steps in `count`, which the kernel of `publish` raises; the host counts in
+    `next_step`. They agree by one rule, whichever way a step takes: `publish` is its last launch,
+    and `launched` is called once that is enqueued. Work that is no step (compiling, capturing) has
+    slots of its own. A step that failed before its `publish` was enqueued never was: its number,
+    and its slot, are the next one's.
+
+    inputs int32 [NUM_SLOTS, num_inputs], -1 at first: padding. count int64 [1] on the device.
+    """
+
+    def __init__(self, num_inputs: int, max_rows: int, device: torch.device) -> None:
+        self.inputs = _pinned(num_inputs, torch.int32, device).fill_(-1)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.next_step = 0
+        self._outs = (
+            _pinned(max_rows, torch.int32, device),
+            _pinned(max_rows, torch.int8, device),
+            _pinned(1, torch.int64, device).fill_(-1).view(-1),
+        )
+        self._inputs = self.inputs.numpy()
+        self._tokens, self._bad, self._stamps = (tensor.numpy() for tensor in self._outs)
+
+    def next_inputs(self) -> IntArray:
+        """Where the host writes the inputs of the step that it launches next."""
+        host: IntArray = self._inputs[self.next_step % NUM_SLOTS]
+        return host
+
+    def publish(self, tokens: torch.Tensor, bad: torch.Tensor, pdl: bool = False) -> None:
+        """Enqueue the end of a step: tokens int32 [S] and bad int8 [S] go to its slot."""
+        publish_results(*self._outs, self.count, tokens, bad, pdl)
+
+    def launched(self) -> int:
+        """Count the step whose `publish` was just enqueued; returns its number."""
+        step = self.next_step
+        self.next_step += 1
+        return step
+
+    def results(self, step: int) -> tuple[IntArray, npt.NDArray[np.int8]]:
+        """Tokens and bad flags in the slot of a step that has ended, as views. Raises
+        IntegrityError where host and device have not counted the same steps: its inputs were
+        another's then."""
+        slot = step % NUM_SLOTS
+        if self._stamps[slot] != step:
+            raise IntegrityError(
+                f"slot {slot} holds the results of step {self._stamps[slot]}, not of {step}"
+            )
+        return self._tokens[slot], self._bad[slot]
+
+
+def _pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(NUM_SLOTS, length, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class PinnedRing:

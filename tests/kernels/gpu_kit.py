@@ -77,13 +77,8 @@ def interpret_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: graphs that are launched kernel by kernel."""
     if IS_NATIVE:
         return
-
-    def replay(self: CapturedStep, host: torch.Tensor) -> None:
-        self.inputs.copy_(host[: len(self.inputs)])
-        self.run()
-
-    monkeypatch.setattr(CapturedStep, "capture", lambda self, pool: None)
-    monkeypatch.setattr(CapturedStep, "replay", replay)
+    monkeypatch.setattr(CapturedStep, "capture", lambda self, spare, pool: self.run(spare))
+    monkeypatch.setattr(CapturedStep, "replay", lambda self: self.run(self._slots))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(runner_module, "_new_event", _Event)
 
@@ -125,10 +120,14 @@ def make_runner(directory: Path, num_blocks: int = NUM_BLOCKS) -> GpuRunner:
 
 
 def generate_ahead(
-    runner: GpuRunner, runs: Sequence[Run], new_tokens: int, scheduler: Scheduler | None = None
+    runner: GpuRunner,
+    runs: Sequence[Run],
+    new_tokens: int,
+    scheduler: Scheduler | None = None,
+    is_ahead: bool = True,
 ) -> list[list[int]]:
     """Output of all runs, submitted at once, each step launched before the one before it is
-    collected."""
+    collected; is_ahead=False: after."""
     scheduler = scheduler or Scheduler(runner.info)
     outputs = {rid: list(run.prefix) for rid, run in enumerate(runs, start=1)}
     for rid, run in enumerate(runs, start=1):
@@ -146,7 +145,7 @@ def generate_ahead(
         if plan is not None:
             runner.launch(plan)
             scheduler.launched()
-        if scheduler.num_in_flight > (plan is not None):
+        if scheduler.num_in_flight > (is_ahead and plan is not None):
             outcome = scheduler.complete(runner.collect())
             assert Finish.ERROR not in outcome.finish
             for rid, token in zip(outcome.rids.tolist(), outcome.token_ids.tolist(), strict=True):

@@ -20,6 +20,7 @@ from engine.gpu.memory import StepLimits
 from engine.gpu.packed_step import PackedSteps
 from engine.gpu.prompt_graph import PromptGraph
 from engine.gpu.row_tables import RowTables, SampleKind
+from engine.gpu.staging import StepSlots
 from engine.loader import load_model
 from engine.plan import NewRow, StepPlan
 from kernels.small_gemm import new_gemm_workspace
@@ -60,6 +61,15 @@ class Fixture:
         )  # fmt: skip
         self.buffers: SharedBuffers = new_shared_buffers(self.spec, LIMITS, torch.float32, DEVICE)
         self.packed = PackedSteps(self.decoder, self.tables, self.buffers, LIMITS)
+        self.slots = StepSlots(512, LIMITS.max_num_seqs, DEVICE)
+
+    def run_captured(self, graph: DecodeGraph | PromptGraph, plan: StepPlan) -> None:
+        """What replaying the graph does, launched kernel by kernel."""
+        host = self.slots.next_inputs()
+        host.fill(-9)
+        graph.fill(plan, host)
+        graph.run(self.slots)
+        self.slots.launched()
 
     def expected(self, ids: np.ndarray) -> torch.Tensor:
         with torch.inference_mode():
@@ -101,26 +111,18 @@ def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
     assert tokens.tolist() == [int(logits[0].argmax()), int(logits[1].argmax())]
     # the sampled tokens are in the token table: a step that never saw them goes on
     a, b = np.append(a, tokens[0]), np.append(b, tokens[1])
-    graph = DecodeGraph(3, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size)
-    _run_captured(graph, _plan(3, [], [0, 2], [18, 37], [1, 1], sample=True))
+    graph = DecodeGraph(3, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size, f.slots)
+    f.run_captured(graph, _plan(3, [], [0, 2], [18, 37], [1, 1], sample=True))
     logits = f.buffers.head.logits[:2].cpu()
     torch.testing.assert_close(logits[0], f.expected(b), rtol=0, atol=1e-4)
     torch.testing.assert_close(logits[1], f.expected(a), rtol=0, atol=1e-4)
     # a row that replays a known token computes its KV and leaves the token table alone
     f.tables.token_table[0, 20] = 77
-    _run_captured(graph, _plan(4, [], [0, 2], [19, 38], [1, 1], sample=[False, True]))
+    f.run_captured(graph, _plan(4, [], [0, 2], [19, 38], [1, 1], sample=[False, True]))
     assert f.tables.token_table[0, 20] == 77
     logits = f.buffers.head.logits[:2].cpu()
     assert f.tables.token_table[2, 39] == int(logits[1].argmax())
     assert f.buffers.out_tokens[1] == int(logits[1].argmax())
-
-
-def _run_captured(graph: DecodeGraph | PromptGraph, plan: StepPlan) -> None:
-    """What replaying the graph does, launched kernel by kernel."""
-    host = torch.full((4096,), -9, dtype=torch.int32)
-    graph.fill(plan, host.numpy())
-    graph.inputs.copy_(host[: len(graph.inputs)])
-    graph.run()
 
 
 def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path) -> None:
@@ -130,10 +132,10 @@ def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path
     f.tables.take_over(
         [NewRow(3, a, 21, Sampling(), NONE, 0), NewRow(1, b, 9, Sampling(), NONE, 0)]
     )
-    graph = PromptGraph(48, 4, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size)
-    graph.run()  # inputs of -1: touches nothing
+    graph = PromptGraph(48, 4, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size, f.slots)
+    graph.run(StepSlots(512, LIMITS.max_num_seqs, DEVICE))  # inputs of -1: touches nothing
     blocks = [(3, 0, 7), (3, 1, 2), (1, 0, 4)]
-    _run_captured(graph, _plan(1, blocks, [3, 1], [0, 0], [21, 9], sample=True))
+    f.run_captured(graph, _plan(1, blocks, [3, 1], [0, 0], [21, 9], sample=True))
     logits = f.buffers.head.logits[:2].cpu()
     torch.testing.assert_close(logits[0], f.expected(a), rtol=0, atol=1e-4)
     torch.testing.assert_close(logits[1], f.expected(b), rtol=0, atol=1e-4)

@@ -68,9 +68,9 @@ class Witness:
         return wrapper
 
     def sample_rows(self, original: Callable[..., None]) -> Callable[..., None]:
-        def wrapper(kind, logits, rows, positions, tables, buffers) -> None:
+        def wrapper(kind, logits, rows, positions, tables, buffers, **options) -> None:
             raw = logits.clone()
-            original(kind, logits, rows, positions, tables, buffers)
+            original(kind, logits, rows, positions, tables, buffers, **options)
             self.kinds.append(kind)
             if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
                 self._check(raw, logits, rows, positions, tables)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from broker.ring.records import Sampling
+from engine.gpu.row_tables import SampleKind
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
 from tests.kernels.gpu_kit import VOCAB, Run, generate_ahead, interpret_graphs, make_runner
@@ -22,19 +23,31 @@ RUNS = [
 
 
 class Watched:
-    """A runner that notes, before every step, what was planned and how much was allocated."""
+    """A runner that notes, before every step, what was planned and how much was allocated, and
+    then what took it: an eager step or the graph of some size."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.info = runner.info
         self.plans: list[StepPlan] = []
         self.allocations: list[int] = []
+        self.ways: list[str] = []
+        self._find, runner._graphs.find = runner._graphs.find, self._note
+
+    def _note(self, *args: Any) -> Any:
+        graph = self._find(*args)
+        size = getattr(graph, "size", None) or getattr(graph, "num_tokens", "")
+        self.ways.append(f"{type(graph).__name__}{size}")
+        return graph
 
     def launch(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         if IS_NATIVE:
             self.allocations.append(torch.cuda.memory_stats()["allocation.all.allocated"])
         self._runner.launch(plan)
+        assert self._runner._slots.next_step == len(self.plans)
+        if not IS_NATIVE:  # where every launch ends before it returns
+            assert self._runner._slots.count.item() == len(self.plans)
 
     def collect(self) -> StepResult:
         return self._runner.collect()
@@ -54,6 +67,38 @@ def test_tokens_are_the_same_with_and_without_graphs_for_prompts(monkeypatch, tm
         pass
     assert any(kind == "prompt" for kind, *_ in graphs._graphs)
     assert generate() == without
+
+
+def test_eager_steps_and_graphs_of_any_size_share_the_slots(monkeypatch, tmp_path) -> None:
+    """Runs that end one after the other, each step a step ahead, graphs captured in between."""
+    interpret_graphs(monkeypatch)
+    runs = [*RUNS, Run(RNG.integers(0, VOCAB, 40).tolist(), Sampling(seed=2, temperature=1.1))]
+    plain = make_runner(tmp_path)
+    alone = [generate_ahead(plain, [run], 4, is_ahead=False)[0] for run in runs]
+    watched = Watched(make_runner(tmp_path))
+    scheduler = Scheduler(watched.info, enable_prefix_cache=False)
+    assert generate_ahead(watched, runs, 4, scheduler) == alone  # type: ignore[arg-type]
+    assert watched._runner.prepare(), "something was left to compile, and that is no step"
+    key = ("prompt", 64, 1, SampleKind.PLAIN)
+    watched._runner._graphs._capture(key)
+    again = Scheduler(watched.info, enable_prefix_cache=False)
+    assert generate_ahead(watched, runs[2:], 4, again) == alone[2:]  # type: ignore[arg-type]
+    assert {"NoneType", "DecodeGraph1", "DecodeGraph3", "PromptGraph64"} <= set(watched.ways)
+    slots = watched._runner._slots
+    assert slots.count.item() == slots.next_step == len(watched.plans)
+
+
+def test_a_step_that_failed_in_its_launch_has_no_slot(monkeypatch, tmp_path) -> None:
+    interpret_graphs(monkeypatch)
+    runner = make_runner(tmp_path)
+    expected = generate_ahead(runner, RUNS[:1], 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._packed, "_layers", None)
+        with pytest.raises(TypeError):
+            generate_ahead(runner, RUNS[:1], 3, Scheduler(runner.info, enable_prefix_cache=False))
+    assert runner._slots.count.item() == runner._slots.next_step
+    again = Scheduler(runner.info, enable_prefix_cache=False)
+    assert generate_ahead(runner, RUNS[:1], 3, again) == expected
 
 
 @pytest.mark.gpu

@@ -36,8 +36,8 @@ def captured(monkeypatch) -> list[tuple]:
         return original(self, key)
 
     monkeypatch.setattr(GraphCache, "_capture", capture)
-    monkeypatch.setattr(graph_cache.DecodeGraph, "capture", lambda self, pool: None)
-    monkeypatch.setattr(graph_cache.PromptGraph, "capture", lambda self, pool: None)
+    monkeypatch.setattr(graph_cache.DecodeGraph, "capture", lambda self, spare, pool: None)
+    monkeypatch.setattr(graph_cache.PromptGraph, "capture", lambda self, spare, pool: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     return keys
 
