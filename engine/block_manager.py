@@ -194,10 +194,6 @@ class BlockManager:
             if self._key[block] is not None:
                 self._forget(block)
 
-    def clear_cache(self) -> None:
-        """Strike every block from the prefix cache."""
-        self.forget(list(self._block_of.values()))
-
     def check_integrity(self, owned: Iterable[Sequence[int]]) -> None:
         """Compare the books: free + cached + in use == total, counts equal to the tables, no block
         listed twice.

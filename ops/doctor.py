@@ -50,7 +50,7 @@ def examine(settings: Settings) -> list[Finding]:
     checks: list[Callable[[], list[Finding]]] = [
         _python,
         _packages,
-        _gpu,
+        lambda: _gpu(settings),
         lambda: _redis(settings),
         lambda: _port(settings),
         lambda: _pages(settings),
@@ -80,13 +80,16 @@ def _packages() -> list[Finding]:
     return findings
 
 
-def _gpu() -> list[Finding]:
+def _gpu(settings: Settings) -> list[Finding]:
     try:
         import torch
     except ImportError:
         return []
     if not torch.cuda.is_available():
         reason = "no NVIDIA driver" if not Path("/dev/nvidia0").exists() else "torch has no CUDA"
+        if settings.device == "cuda":
+            remedy = "Mend the driver or torch's build, or take --device auto."
+            return [Finding(Level.BAD, "gpu", f"none ({reason}), and device is cuda", remedy)]
         return [Finding(Level.NOTE, "gpu", f"none ({reason}); the engine runs on the CPU")]
     findings = []
     for index in range(torch.cuda.device_count()):

@@ -7,23 +7,27 @@ from typing import Annotated
 
 import typer
 
+from ops.cli.address import DataDir
 from ops.cli.options import Config, Json, Set, with_assignments
 from ops.cli.output import print_json
+from ops.cli.service import Device, Http, Model, Redis, Zmq
 from ops.exit_codes import ExitCode
-
-Optional = str | None
 
 
 def doctor(
-    model: Annotated[Optional, typer.Option("--model", "-m", help="Model to look for.")] = None,
-    redis: Annotated[Optional, typer.Option("--redis", help="URL, embedded or none.")] = None,
-    zmq: Annotated[Optional, typer.Option("--zmq", help="Endpoint that will be bound.")] = None,
-    data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Data directory.")] = None,
+    model: Model = None,
+    redis: Redis = None,
+    zmq: Zmq = None,
+    http: Http = None,
+    data_dir: DataDir = None,
+    device: Device = None,
     config: Config = None,
     assignments: Set = None,
     as_json: Json = False,
 ) -> None:
     """Check everything a worker needs here, and say how to mend what is wrong.
+
+    Takes the options that `serve` will be given.
 
     [dim]Example:[/dim] tokenbus doctor --redis redis://bus:6379/0
 
@@ -34,7 +38,15 @@ def doctor(
     from ops.doctor import Level, examine
     from ops.settings import load
 
-    flags = with_assignments(assignments, model=model, redis=redis, zmq=zmq, data_dir=data_dir)
+    flags = with_assignments(
+        assignments,
+        model=model,
+        redis=redis,
+        zmq=zmq,
+        http=http,
+        data_dir=data_dir,
+        device=device,
+    )
     findings = examine(load(flags, config))
     is_sound = all(finding.level is not Level.BAD for finding in findings)
     if as_json:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+import pytest
 from redis import Redis
 
 from ops import embedded_redis
@@ -61,6 +62,12 @@ def test_an_incomplete_model_directory_is_bad(tmp_path: Path) -> None:
     found = findings("model", model=str(tmp_path))
     assert [finding.level for finding in found] == [Level.BAD]
     assert "tokenizer.json" in found[0].text
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert [finding.level for finding in findings("gpu", device="cuda")] == [Level.BAD]
+    assert [finding.level for finding in findings("gpu")] == [Level.NOTE]
 
 
 def test_every_bad_finding_has_a_remedy(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ class BlockMachine(RuleBasedStateMachine):
         for table in self.owners.values():
             self.manager.release(table)
         assert self.manager.num_used == 0
-        self.manager.clear_cache()
+        self.manager.forget(range(self.manager.num_blocks))
         assert self.manager.num_cached == 0
         self.manager.check_integrity([])
 
