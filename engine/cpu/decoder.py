@@ -92,10 +92,10 @@ class Decoder:
         spec = self._spec
         rotated_heads = spec.num_heads + spec.num_kv_heads
         if layer.qk_norm is not None:
-            heads = qkv.view(len(qkv), -1, spec.head_dim)
+            heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
             head_norm(heads[:, :rotated_heads], layer.qk_norm, spec.rms_norm_eps)
         _rotate(qkv, rotation, rotated_heads)
-        array = qkv.numpy().reshape(len(qkv), -1, spec.head_dim)
+        array = qkv.numpy().reshape(qkv.shape[0], -1, spec.head_dim)
         self._cache.write(index, step.kv_index, array[:, spec.num_heads :])
         parts = []
         if attention is not None:
