@@ -16,13 +16,15 @@ from ops.bench import kernel_cases as cases
 from ops.bench import kernel_inputs as inputs
 
 TILES = [
-    PrefillTile(128, 64, 8, 3),
-    PrefillTile(128, 64, 8, 2),
-    PrefillTile(128, 128, 8, 2),
-    PrefillTile(64, 64, 4, 3),
-    PrefillTile(64, 128, 4, 2),
     PrefillTile(128, 64, 4, 2),
-    PrefillTile(128, 32, 4, 3),
+    PrefillTile(128, 64, 4, 2, tma=True),
+    PrefillTile(128, 64, 4, 3, tma=True),
+    PrefillTile(128, 64, 8, 3),
+    PrefillTile(128, 64, 8, 2, tma=True),
+    PrefillTile(128, 64, 8, 3, tma=True),
+    PrefillTile(128, 64, 8, 4, tma=True),
+    PrefillTile(64, 64, 4, 3, tma=True),
+    PrefillTile(256, 64, 8, 3, tma=True),
 ]
 
 

@@ -16,14 +16,13 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.cache_tiles import cache_tiles, takes_tiles
 from kernels.decode_fold import fold_tiles
 from kernels.decode_items import load_item, load_row, prefetch_tile
 from kernels.decode_partials import DecodeWorkspace, join_partials
 from kernels.decode_plan import DecodePlan, group_tiles
 from kernels.pdl import pdl_options
-from kernels.tiles import DecodeTile
 
 LOG2_E = math.log2(math.e)
 
@@ -177,15 +176,15 @@ def paged_decode(
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     group_heads = num_q_heads // num_kv_heads
     tile = plan.tile
-    tma = tile.tma and block_size % tile.tile_tokens == 0 and q.element_size() == 2
+    tma = tile.tma and takes_tiles(k_cache, tile.tile_tokens)
     options = pdl_options(out, pdl)
     _paged_decode_kernel[(plan.num_programs,)](
         out,
         q,
         k_cache,
         v_cache,
-        _tiles_of(k_cache, tile) if tma else k_cache,
-        _tiles_of(v_cache, tile) if tma else v_cache,
+        cache_tiles(k_cache, tile.tile_tokens) if tma else k_cache,
+        cache_tiles(v_cache, tile.tile_tokens) if tma else v_cache,
         block_tables,
         rows,
         seq_lens,
@@ -218,13 +217,6 @@ def paged_decode(
         **options,
     )
     join_partials(out, plan, workspace, in_order, options)
-
-
-def _tiles_of(cache: torch.Tensor, tile: DecodeTile) -> TensorDescriptor:
-    """A descriptor of a cache: the tile of one head by one instruction."""
-    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-    slots = cache.view(num_blocks * block_size, num_kv_heads * head_dim)
-    return TensorDescriptor.from_tensor(slots, [tile.tile_tokens, head_dim])
 
 
 def paged_decode_ref(

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.cache_tiles import cache_tiles, takes_tiles
 from kernels.paged_decode import LOG2_E, gather_kv
 from kernels.tiles import PrefillTile, prefill_tile
 
@@ -30,6 +31,59 @@ def _find_entry(cu_seqlens_ptr, block, batch_size, BLOCK_Q: tl.constexpr):
         else:
             high = middle
     return low - 1
+
+
+@triton.jit
+def _load_tile(
+    k_ptr,
+    v_ptr,
+    table_at,
+    block_id,
+    tile,
+    last_position,
+    kv_offset,
+    stride_block,
+    stride_token,
+    dims,
+    MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Keys and values of one tile, zeros beyond last_position where MASKED; block_id: of a tile
+    that lies in one block. TMA: k_ptr and v_ptr are descriptors."""
+    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    key_mask = keys <= last_position
+    if TMA:
+        slot = block_id * BLOCK_SIZE + tile * BLOCK_N % BLOCK_SIZE
+        k = k_ptr.load([slot, kv_offset])
+        v = v_ptr.load([slot, kv_offset])
+        if MASKED:  # nobody's values may be anything, and nothing times NaN is NaN
+            v = tl.where(key_mask[:, None], v, 0.0)
+    else:
+        if BLOCK_SIZE % BLOCK_N == 0:
+            at = block_id.to(tl.int64) * stride_block + kv_offset
+        else:
+            ids = tl.load(table_at + keys // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+            at = ids * stride_block + kv_offset
+        at += (keys % BLOCK_SIZE) * stride_token
+        mask = (dims < D)[None, :]
+        if MASKED:
+            mask = mask & key_mask[:, None]
+        k = tl.load(k_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _block_of(table_at, tile, end_tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block id of a tile that lies in one block; 0 where tiles span several."""
+    block_id = 0
+    if BLOCK_SIZE % BLOCK_N == 0:
+        at = table_at + tile * BLOCK_N // BLOCK_SIZE
+        block_id = tl.load(at, mask=tile < end_tile, other=0)
+    return block_id
 
 
 # Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
@@ -64,6 +118,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     # Blocks late in a sequence have the most keys: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -101,12 +156,16 @@ def _prefill_kernel(
     end_tile = last_position // BLOCK_N + 1
     full_end = tl.where(window > 0, first_tile, (num_computed + first + 1) // BLOCK_N)
     full_end = tl.maximum(full_end, first_tile)
+    # Ids are loaded a turn ahead: loads of keys depend on no load of their own turn and can be as
+    # far ahead as there are stages.
+    block_id = _block_of(table_at, first_tile, end_tile, BLOCK_SIZE, BLOCK_N)
     for tile in tl.range(first_tile, full_end, num_stages=STAGES):
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        block_ids = tl.load(table_at + keys // BLOCK_SIZE).to(tl.int64)
-        at = block_ids * stride_block + (keys % BLOCK_SIZE) * stride_token + kv_head * D
-        k = tl.load(k_ptr + at[:, None] + dims[None, :], mask=dim_mask[None, :], other=0.0)
-        v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=dim_mask[None, :], other=0.0)
+        next_block_id = _block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
+        k, v = _load_tile(
+            k_ptr, v_ptr, table_at, block_id, tile, last_position, kv_head * D,
+            stride_block, stride_token, dims, False, BLOCK_SIZE, BLOCK_N, D, TMA,
+        )  # fmt: skip
+        block_id = next_block_id
         s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
         m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
         alpha = tl.exp2(m - m_new)
@@ -116,13 +175,13 @@ def _prefill_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=DOT_PRECISION)
         m = m_new
     for tile in tl.range(full_end, end_tile, num_stages=STAGES):
+        next_block_id = _block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
+        k, v = _load_tile(
+            k_ptr, v_ptr, table_at, block_id, tile, last_position, kv_head * D,
+            stride_block, stride_token, dims, True, BLOCK_SIZE, BLOCK_N, D, TMA,
+        )  # fmt: skip
+        block_id = next_block_id
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        key_mask = keys <= last_position
-        block_ids = tl.load(table_at + keys // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
-        at = block_ids * stride_block + (keys % BLOCK_SIZE) * stride_token + kv_head * D
-        kv_mask = key_mask[:, None] & dim_mask[None, :]
-        k = tl.load(k_ptr + at[:, None] + dims[None, :], mask=kv_mask, other=0.0)
-        v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=kv_mask, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
         is_seen = keys[None, :] <= q_positions[:, None]
         if window > 0:
@@ -182,12 +241,13 @@ def prefill_attention(
     block_m = max(tile.block_m, triton.next_power_of_2(group_heads))
     block_q = block_m // group_heads
     num_entries = rows.shape[0]
+    tma = tile.tma and takes_tiles(k_cache, tile.block_n)
     grid = (num_tokens // block_q + num_entries, num_kv_heads)
     _prefill_kernel[grid](
         out,
         q,
-        k_cache,
-        v_cache,
+        cache_tiles(k_cache, tile.block_n) if tma else k_cache,
+        cache_tiles(v_cache, tile.block_n) if tma else v_cache,
         block_tables,
         rows,
         seq_lens,
@@ -210,6 +270,7 @@ def prefill_attention(
         BLOCK_N=tile.block_n,
         STAGES=tile.num_stages,
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        TMA=tma,
         num_warps=tile.num_warps,
     )
 

@@ -87,13 +87,14 @@ def decode_tile(
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """Prompt attention: rows of the dot (tokens times group heads), keys per tile, warps,
-    stages."""
+    """Prompt attention: rows of the dot (tokens times group heads), keys per tile, warps, stages,
+    and whether a tile is loaded by one instruction (where a KV block holds whole tiles)."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    tma: bool = False
 
 
 _PREFILL_TILES: dict[tuple[int, int], PrefillTile] = {

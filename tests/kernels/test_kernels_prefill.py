@@ -67,3 +67,21 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut() -> None:
             tile=TILE,
         )
     assert torch.equal(whole, pieces)
+
+
+@pytest.mark.parametrize("block_n", [16, 32])
+@pytest.mark.parametrize("window", [0, 20])
+def test_tiles_loaded_by_one_instruction_give_the_same_bits(block_n, window) -> None:
+    """A block holds one tile, or two; what nobody wrote in a row's last block is NaN."""
+    dtype = DTYPES[-1]
+    caches = make_cache(2, 96, 32, 2, 64, dtype)
+    for cache in caches[:2]:
+        for row, length in enumerate([77, 45]):
+            cache[caches[2][row, length // 32].long(), length % 32 :] = float("nan")
+    q = randn(70, 4, 64, dtype=dtype, seed=5)
+    args = (*caches, ints([0, 1]), ints([77, 45]), ints([0, 60, 70]), 0.125, window)
+    plain, by_one = poisoned(*q.shape, dtype=dtype), poisoned(*q.shape, dtype=dtype)
+    prefill_attention(plain, q, *args, tile=PrefillTile(32, block_n, 4, 3))
+    prefill_attention(by_one, q, *args, tile=PrefillTile(32, block_n, 4, 3, tma=True))
+    assert torch.equal(plain, by_one)
+    assert plain.isfinite().all()
