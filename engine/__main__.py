@@ -75,12 +75,16 @@ def main(argv: list[str] | None = None) -> int:
     return EXIT_OK
 
 
-def build(config: EngineConfig, progress: Progress) -> Runner:
-    """The runner that the configuration asks for; torch is imported only for a real model."""
+def builder(config: EngineConfig) -> Callable[[Progress], Runner]:
+    """What makes the runner that the configuration asks for.
+
+    torch is imported here, and only for a real model: that takes seconds, in which the broker of a
+    new worker starts.
+    """
     if config.fake is not None:
         from engine.fake_runner import build_fake_runner
 
-        return build_fake_runner(config)
+        return lambda _: build_fake_runner(config)
     if not config.model_path:
         raise ConfigError("model_path", config.model_path, "set it to a directory or .gguf file")
     from engine.threads import set_thread_waiting
@@ -88,15 +92,19 @@ def build(config: EngineConfig, progress: Progress) -> Runner:
     set_thread_waiting()
     from engine.build import build_runner
 
-    return build_runner(config, lambda p: progress("weights", p.done_bytes, p.total_bytes))
+    def build(progress: Progress) -> Runner:
+        return build_runner(config, lambda p: progress("weights", p.done_bytes, p.total_bytes))
+
+    return build
 
 
 def _serve(config: EngineConfig, path: str, stop: StopSignal) -> None:
     """Load once, then run the loop on one link after another until told to stop."""
+    build = builder(config)
     link = _connect(path, stop)
     if link is None:
         return
-    runner = build(config, _progress_to(link, stop))
+    runner = build(_progress_to(link, stop))
     try:
         loop = EngineLoop(runner, Scheduler(runner.info, config.enable_prefix_cache))
         log.info(
