@@ -88,10 +88,7 @@ class Book:
     def start_runs(self) -> None:
         runs, queue = self.runs, self.queue
         if self.trials:
-            if runs.num_free and not runs.num_occupied:
-                suspect = self.trials.next()
-                if suspect is not None:
-                    runs.start(suspect, solo=True)
+            self._start_trial()
             return
         while len(queue) and runs.num_free:
             ticket = queue.pop(runs.tenants.at_limit(runs.max_num_seqs))
@@ -100,6 +97,24 @@ class Book:
             runs.start(self.jobs[ticket.job], solo=False)
         if len(queue) > runs.num_closing and runs.is_up and not runs.num_free:
             self._evict_paused()
+
+    def _start_trial(self) -> None:
+        """The next suspect runs alone. Who runs now makes room: else all others would wait until
+        the longest of them has ended.
+        """
+        runs = self.runs
+        if self.trials.current is not None:
+            return
+        for job in list(runs.by_rid.values()):
+            runs.abort(job)
+            if job.is_paused:
+                job.move(JobState.PAUSED)
+            else:
+                self.requeue(job)
+        if runs.num_free and not runs.num_occupied:
+            suspect = self.trials.next()
+            if suspect is not None:
+                runs.start(suspect, solo=True)
 
     def _evict_paused(self) -> None:
         """A paused run gives its place in the engine to a job that can use it."""

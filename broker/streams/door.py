@@ -86,7 +86,7 @@ class StreamsDoor(Actor):
         state.on_trouble = health.report
         self._outbox = Outbox(state)
         self._pickup = Pickup(state, self)
-        state.on_forgotten = self._pickup.on_forgotten
+        state.next_suspect = self._pickup.next_suspect
         self._leases = Leases(state, health.on_no_group)
         self._heartbeat = Heartbeat(state)
         self._reader = Reader(state, self._pickup, health.on_no_group)

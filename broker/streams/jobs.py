@@ -75,7 +75,8 @@ class Job:
     is_settled: bool = False  # the ledger has answered, so its capacity counts the job
     is_cancelled: bool = False
     was_asked: bool = False  # the fence script may have run, its answer was lost
-    is_suspect: bool = False
+    base_seq: int = 0  # of the last token before this attempt
+    is_cleared: bool = False  # as a suspect it has got so far that it is none any more
     attempt: int = 0
     seed: int = 0
     log: list[Chunk] = field(default_factory=list)  # in the reply stream

@@ -18,7 +18,13 @@ from broker.streams.entries import read_top
 from broker.streams.jobs import Chunk, Job, Stage
 from broker.streams.lane import Command, LinkLost, Reply, ReplyError
 from broker.streams.scripts import script
-from broker.streams.state import PAUSE_TOKENS, RETRY_S, UNFINISHED_TTL_MS, DoorState
+from broker.streams.state import (
+    PAUSE_TOKENS,
+    PROGRESS_TOKENS,
+    RETRY_S,
+    UNFINISHED_TTL_MS,
+    DoorState,
+)
 from tokenbus.keys import CONTROL_MAX_LEN, GROUP
 
 log = structlog.get_logger("broker.streams")
@@ -190,6 +196,9 @@ class Outbox:
         else:
             state.clear_trouble("publish")
             job.land()
+            if not job.is_cleared and job.written_seq - job.base_seq >= PROGRESS_TOKENS:
+                job.is_cleared = True
+                state.next_suspect()
             state.pause(job, False)
             return self._close(job)
         return 0

@@ -16,20 +16,11 @@ from dataclasses import replace
 import structlog
 
 from broker.messages import Address, Cancel, Prepare, Prepared, PrepareFailed, Refused, Submit
-from broker.streams.entries import (
-    failed_fields,
-    fingerprint_of,
-    flat,
-    is_whole,
-    job_id_of,
-)
+from broker.streams.entries import failed_fields, fingerprint_of, flat, is_whole, job_id_of
 from broker.streams.fence import fence_command, read_log, reject_command
 from broker.streams.jobs import Ending, Job, Stage
 from broker.streams.lane import Command, LinkLost, Reply, ReplyError
-from broker.streams.state import (
-    RETRY_S,
-    DoorState,
-)
+from broker.streams.state import RETRY_S, DoorState
 from tokenbus.entries import event_to_entry
 from tokenbus.errors import Internal, Poisoned, TokenbusError, Unsupported
 from tokenbus.events import Done, Usage, read_reason
@@ -40,6 +31,7 @@ from tokenbus.request import JobRequest
 log = structlog.get_logger("broker.streams")
 
 MAX_PER_BATCH = 128
+LOGS_AT_ONCE = 16
 MAX_WAITING_SUSPECTS = 4
 SEED_BITS = 53
 
@@ -112,9 +104,10 @@ class Pickup:
             self._state.end(job, Ending())
         self._wake.set()
 
-    def on_forgotten(self) -> None:
-        """A job has left; the next suspect may run if it was the one."""
-        if self._suspect is not None and not self._state.jobs.is_held(self._suspect):
+    def next_suspect(self) -> None:
+        """A job has left, or got on; the next suspect may run if it was the one."""
+        current = self._suspect
+        if current is not None and (current.is_cleared or not self._state.jobs.is_held(current)):
             self._suspect = None
         while self._suspect is None and self._suspects:
             job = self._suspects.popleft()
@@ -172,27 +165,48 @@ class Pickup:
         for job in jobs:
             commands.append(self._fence(job))
             job.was_asked = True
-        replies = await state.link.run(commands)
-        for job, reply in zip(batch, replies, strict=True):
-            try:
-                if isinstance(reply, ReplyError):
-                    raise reply
-                if job in rejected:
-                    self._take_rejection(job, rejected.pop(job))
-                    continue
-                if state.jobs.is_held(job):
-                    await self._take_verdict(job, reply)
-            except ReplyError as error:
-                if not error.is_about_one_job:
-                    state.report_trouble("pickup", error)
-                    continue
-                state.discard(job, error)
-            rejected.pop(job, None)
-            jobs.pop(job, None)
+        answered = list(zip(batch, await state.link.run(commands), strict=True))
+        for i in range(0, len(answered), LOGS_AT_ONCE):
+            await self._take_replies(answered[i : i + LOGS_AT_ONCE], rejected, jobs)
         if rejected or jobs:
             await asyncio.sleep(RETRY_S)
         else:
             state.clear_trouble("pickup")
+
+    async def _take_replies(
+        self,
+        answered: Sequence[tuple[Job, Reply]],
+        rejected: dict[Job, TokenbusError],
+        jobs: dict[Job, None],
+    ) -> None:
+        """Side by side, because logs are read for it: a worker that leaves gives many jobs at once.
+        Raises LinkLost.
+        """
+        takes = [self._take_reply(job, reply, rejected.get(job)) for job, reply in answered]
+        outcomes = await asyncio.gather(*takes, return_exceptions=True)
+        failure: BaseException | None = None
+        for (job, _), outcome in zip(answered, outcomes, strict=True):
+            if isinstance(outcome, ReplyError) and outcome.is_about_one_job:
+                self._state.discard(job, outcome)
+            elif isinstance(outcome, ReplyError):
+                self._state.report_trouble("pickup", outcome)
+                continue
+            elif outcome is not None:
+                failure = outcome
+                continue
+            rejected.pop(job, None)
+            jobs.pop(job, None)
+        if failure is not None:
+            raise failure
+
+    async def _take_reply(self, job: Job, reply: Reply, refusal: TokenbusError | None) -> None:
+        """Raises LinkLost or ReplyError."""
+        if isinstance(reply, ReplyError):
+            raise reply
+        if refusal is not None:
+            self._take_rejection(job, refusal)
+        elif self._state.jobs.is_held(job):
+            await self._take_verdict(job, reply)
 
     def _fence(self, job: Job) -> Command:
         seed = job.request.params.seed
@@ -214,6 +228,8 @@ class Pickup:
             job.attempt, job.seed, seq, crashes = (int(value) for value in reply[1:5])
             self._name(job)
             chunks = await read_log(state, job) if seq else []
+            if not state.jobs.is_held(job):
+                return  # lost meanwhile
             if is_whole(chunks, seq):
                 job.log = chunks
                 self._begin(job, verdict, crashes, None if reply[5] == b"" else int(reply[5]))
@@ -236,7 +252,7 @@ class Pickup:
         job.was_asked = False
         if len(self._suspects) < MAX_WAITING_SUSPECTS:
             self._suspects.append(job)
-            self.on_forgotten()
+            self.next_suspect()
         else:
             self._state.end(job, Ending())
 
@@ -267,7 +283,7 @@ class Pickup:
         prefix = tuple(job.output_ids())
         assert job.prepared is not None, f"job {job.id} is fenced but not prepared"
         job.stage = Stage.RUNNING
-        job.is_suspect = solo
+        job.base_seq = job.written_seq
         message = Submit(job.prepared, self._door, job.attempt, job.seed, prefix, deadline_ns, solo)
         if not self._state.ledger.tell(message):
             self._state.end(job, Ending())

@@ -74,7 +74,7 @@ class DoorState:
         self.slots = 0
         self.may_read = asyncio.Event()  # a free slot came up, or a drain began
         self.push: Callable[[Job], None]  # to the outbox
-        self.on_forgotten: Callable[[], None] = lambda: None
+        self.next_suspect: Callable[[], None] = lambda: None  # of the pickup
         self.is_draining = False
         self.is_engine_ready = False
         self.is_engine_loading = False
@@ -157,7 +157,7 @@ class DoorState:
     def forget(self, job: Job) -> None:
         """The job has left this door."""
         self.jobs.forget(job)
-        self.on_forgotten()
+        self.next_suspect()
         self.check_slots()
 
     def cancel(self, job: Job) -> None:

@@ -164,7 +164,9 @@ async def test_two_workers_have_two_names_and_a_restarted_broker_keeps_its_own()
         assert worker.name in names
         await site.audit()
         consumers = site.client.xinfo_consumers(site.keys.jobs(), "workers")
-        assert {str(consumer["name"]) for consumer in consumers} == names
+        used = {str(consumer["name"]) for consumer in consumers}  # by those that took an entry
+        assert used
+        assert used <= names
 
 
 @pytest.mark.parametrize("shift_s", [3600, -3600], ids=["ahead", "behind"])

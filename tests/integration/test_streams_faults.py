@@ -12,6 +12,7 @@ import pytest
 
 from broker.messages import Drain, Drop, Refused, Released
 from broker.streams.lane import LinkLost
+from ops.bench.chaos_proxy import TcpProxy
 from tests.redis_servers import RedisServer, ServerBinary
 from tests.streams_kit import Bus, Worker, open_bus, text_of, token_at, until
 from tokenbus.errors import Busy, Conflict, Unsupported
@@ -184,6 +185,29 @@ async def test_a_job_whose_worker_dies_three_times_is_alone_in_the_dead_stream(b
     bus.audit_queue()
 
 
+async def test_a_suspect_that_gets_on_lets_the_next_one_run(bus: Bus) -> None:
+    """Three jobs outlive two workers: nobody has to wait until the first of them has ended."""
+    quick = {"lease_ms": 300, "renew_ms": 60}
+    first = await bus.worker("w0", **quick)
+    jobs = [await run_some(bus, first, max_tokens=60) for _ in range(3)]
+    await first.kill()
+    second = await bus.worker("w1", **quick)
+    await until(lambda: len(second.ledger.runs) == 3)
+    await second.kill()
+    third = await bus.worker("w2", **quick)
+    for count in (1, 2, 3):
+        await until(lambda n=count: len(third.ledger.submits) == n)
+        await asyncio.sleep(0.1)
+        assert len(third.ledger.submits) == count
+        assert third.ledger.submits[-1].solo
+        third.ledger.step(third.ledger.submits[-1].prepared.request.job, 16)
+    third.ledger.is_automatic = True
+    await until(lambda: all(bus.terminal(job) for job in jobs))
+    for job in jobs:
+        bus.audit(job)
+    bus.audit_queue()
+
+
 async def test_a_job_that_gets_on_between_crashes_is_never_given_up(bus: Bus) -> None:
     a = await bus.worker("w0", lease_ms=200, renew_ms=50)
     job = await run_some(bus, a, 40, max_tokens=400)
@@ -219,6 +243,27 @@ async def test_a_drain_gives_jobs_back_uncounted_and_others_take_them_at_once(bu
     await a.stop()
     await end(bus, b, job)
     await end(bus, b, queued)
+    bus.audit_queue()
+
+
+async def test_many_jobs_given_back_are_taken_up_in_a_few_round_trips(bus: Bus) -> None:
+    """Each needs its log, and Redis is 60 ms away; all of them count as given back."""
+    a = await bus.worker("a", lease_ms=15_000, renew_ms=5_000)
+    jobs = [await run_some(bus, a) for _ in range(48)]
+    with TcpProxy(bus.server.socket_path) as proxy:
+        b = Worker(f"redis://127.0.0.1:{proxy.port}", bus.queue, "b", lease_ms=15_000)
+        bus.workers.append(await b.start())
+        proxy.delay(proxy.up, 0.06)
+        released_at = time.monotonic()
+        a.ledger.release(*jobs)
+        await until(lambda: len(b.ledger.runs) == len(jobs))
+        assert time.monotonic() - released_at < 48 * 0.06 / 2
+        assert (b.door.counters.claimed, b.door.counters.taken_over) == (48, 0)
+        b.ledger.is_automatic = True
+        await until(lambda: all(bus.terminal(job) for job in jobs))
+        await b.stop()
+    for job in jobs:
+        bus.audit(job)
     bus.audit_queue()
 
 

@@ -22,10 +22,14 @@ local function take(entry, released)
   end
 end
 
-local released = redis.call('XPENDING', stream, group, '-', '+', math.min(max, PAGE), '_released')
-for _, p in ipairs(released) do
-  redis.call('XCLAIM', stream, group, worker, 0, p[1], 'JUSTID')
-  take(p[1], 1)
+while #taken < max and bytes < MAX_BYTES do
+  local released = redis.call('XPENDING', stream, group, '-', '+', math.min(max - #taken, PAGE),
+    '_released')
+  if #released == 0 then break end
+  for _, p in ipairs(released) do
+    redis.call('XCLAIM', stream, group, worker, 0, p[1], 'JUSTID')
+    take(p[1], 1)
+  end
 end
 local own = redis.call('XPENDING', stream, group, 'IDLE', ARGV[5], '-', '+', num_known + max,
   worker)
