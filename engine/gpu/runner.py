@@ -69,8 +69,9 @@ class GpuRunner:
         kind = SampleKind(self._tables.kinds[plan.rows[plan.sample]].max(initial=0))
         graph = self._graphs.find(plan, kind)
         picked = None
+        host = self._slots.next_inputs()
         if graph is not None:
-            num_results = graph.fill(plan, self._slots.next_inputs())
+            num_results = graph.fill(plan, host)
             graph.replay()
             if not graph.packs_results and not plan.sample.all():
                 picked = np.flatnonzero(plan.sample)

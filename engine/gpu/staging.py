@@ -39,13 +39,16 @@ class StepSlots:
         self._outs = (
             _pinned(max_rows, torch.int32, device),
             _pinned(max_rows, torch.int8, device),
-            _pinned(1, torch.int64, device).fill_(-1).view(-1),
+            _pinned(1, torch.int64, device).view(-1),
         )
         self._inputs = self.inputs.numpy()
         self._tokens, self._bad, self._stamps = (tensor.numpy() for tensor in self._outs)
+        self._stamps[:] = range(-NUM_SLOTS, 0)
 
     def next_inputs(self) -> IntArray:
-        """Where the host writes the inputs of the step that it launches next."""
+        """Where the host writes the inputs of the step that it launches next. Raises
+        IntegrityError where the device has counted more steps."""
+        self._check(self.next_step - NUM_SLOTS)
         host: IntArray = self._inputs[self.next_step % NUM_SLOTS]
         return host
 
@@ -61,14 +64,16 @@ class StepSlots:
 
     def results(self, step: int) -> tuple[IntArray, npt.NDArray[np.int8]]:
         """Tokens and bad flags in the slot of a step that has ended, as views. Raises
-        IntegrityError where host and device have not counted the same steps: its inputs were
-        another's then."""
-        slot = step % NUM_SLOTS
-        if self._stamps[slot] != step:
+        IntegrityError where the device has counted fewer steps: its inputs were another's then."""
+        self._check(step)
+        return self._tokens[step % NUM_SLOTS], self._bad[step % NUM_SLOTS]
+
+    def _check(self, step: int) -> None:
+        stamp = self._stamps[step % NUM_SLOTS]
+        if stamp != step:
             raise IntegrityError(
-                f"slot {slot} holds the results of step {self._stamps[slot]}, not of {step}"
+                f"slot {step % NUM_SLOTS} holds the results of step {stamp}, not of {step}"
             )
-        return self._tokens[slot], self._bad[slot]
 
 
 def _pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -22,6 +22,8 @@ def make_slots(count: int, num_inputs: int = DECODE_FIELDS * ROWS) -> StepSlots:
     slots.inputs.fill_(12345)
     slots.count.fill_(count)
     slots.next_step = count
+    for step in range(count - NUM_SLOTS, count):
+        slots._stamps[step % NUM_SLOTS] = step
     return slots
 
 
@@ -76,7 +78,7 @@ def test_each_step_fetches_from_its_own_slot(num_inputs: int) -> None:
         fetch_inputs(inputs[:num_inputs], slots.inputs, slots.count)
         assert inputs[:num_inputs].tolist() == list(range(100 * step, 100 * step + num_inputs))
         assert (inputs[num_inputs:] == POISON).all()
-        slots.publish(inputs[:0], inputs[:0].to(torch.int8))
+        publish_nothing(slots)
         slots.launched()
 
 
@@ -97,20 +99,30 @@ def test_results_of_a_step_stay_until_its_slot_is_needed_again() -> None:
     assert slots.count.item() == slots.next_step == 5
 
 
-def test_a_step_that_the_device_did_not_count_is_found_out() -> None:
-    slots = make_slots(0)
-    tokens = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    bad = tokens.to(torch.int8)
-    slots.publish(tokens, bad)
-    slots.launched()
-    synchronize()
-    slots.results(0)
-    slots.launched()  # a step that nobody published
-    slots.publish(tokens, bad)
-    step = slots.launched()
-    synchronize()
+def test_a_step_that_only_the_host_counted_is_found_when_it_is_collected() -> None:
+    slots = make_slots(5)
+    publish_nothing(slots)
+    slots.results(slots.launched())
+    step = slots.launched()  # nothing was published
     with pytest.raises(IntegrityError, match=f"not of {step}"):
         slots.results(step)
+
+
+def test_a_step_that_only_the_device_counted_is_found_before_the_next_one() -> None:
+    slots = make_slots(5)
+    publish_nothing(slots)
+    slots.launched()
+    slots.next_inputs()
+    publish_nothing(slots)
+    with pytest.raises(IntegrityError, match="holds the results of step 6"):
+        slots.next_inputs()
+
+
+def publish_nothing(slots: StepSlots) -> None:
+    """The end of a step without results, waited for."""
+    none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    slots.publish(none, none.to(torch.int8))
+    synchronize()
 
 
 def synchronize() -> None:
