@@ -18,6 +18,7 @@ from broker.text.prepare import Limits, check_model, encode_prompt, prompt_size,
 from tokenbus.errors import Busy, Internal, TokenbusError
 
 INLINE_CHARS = 8_192  # about 1 ms of tokenizing
+RUST_PANIC = "PanicException"  # of the tokenizer's Rust code; it is no `Exception`
 MAX_LONG_PROMPTS = 64  # in the thread's line; each may hold megabytes
 
 
@@ -82,7 +83,9 @@ class TextActor(Actor):
             return encode_prompt(message.request, self._model)
         except TokenbusError as error:
             return error
-        except Exception as error:  # noqa: BLE001  confined to this job, and told to its owner
+        except BaseException as error:  # confined to this job, and told to its owner
+            if not isinstance(error, Exception) and type(error).__name__ != RUST_PANIC:
+                raise
             return Internal(f"tokenizer: {type(error).__name__}: {error}"[:400])
 
     def _answer(self, message: Prepare, result: object) -> None:

@@ -382,6 +382,27 @@ async def test_long_prompts_do_not_hold_up_short_ones() -> None:
     await actor.close()
 
 
+class PanicException(BaseException):
+    """As pyo3 raises it for a panic in Rust code."""
+
+
+@pytest.mark.parametrize("error", [PanicException("index out of bounds"), ZeroDivisionError("x")])
+@pytest.mark.parametrize("num_chars", [1, INLINE_CHARS + 1])
+async def test_whatever_goes_wrong_in_the_tokenizer_costs_only_its_job(
+    error: BaseException, num_chars: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    actor, inbox = text_actor(), Inbox()
+    monkeypatch.setattr("broker.text.actor.encode_prompt", fail)
+    actor.tell(Prepare(job(prompt="x" * num_chars), inbox))
+    await asyncio.wait_for(inbox.arrived.wait(), 10)
+    assert inbox.messages[0].error.code == "internal"
+    assert not actor.system.crashed.done()
+    await actor.close()
+
+
 async def test_the_engines_limits_replace_those_of_the_files() -> None:
     actor, inbox = text_actor(), Inbox()
     actor.tell(EngineUp(50, 10, 4, (2,), 1, {}))
