@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -129,10 +130,32 @@ def redis_address(settings: Settings) -> str:
 
 
 def zmq_address(settings: Settings) -> str:
-    """The ZeroMQ endpoint to use: as set, else the local worker's, else the default one."""
+    """The ZeroMQ endpoint to use: as set, else the local worker's, else the default one.
+
+    Raises CommandError where nobody said which and nobody listens at the default: a client would
+    wait ten seconds for a worker that was never started.
+    """
     if "zmq" in settings.model_fields_set and settings.zmq != "none":
         return settings.zmq
     worker = local_worker(settings)
     if worker is not None and worker.zmq:
         return worker.zmq
+    if is_refused(settings.zmq):
+        raise CommandError(
+            ExitCode.BUS_UNAVAILABLE,
+            f"no worker runs here for queue {settings.queue!r}: nobody listens at {settings.zmq}",
+            "Start `tokenbus serve`, or give --zmq tcp://host:5555.",
+        )
     return settings.zmq
+
+
+def is_refused(endpoint: str) -> bool:
+    """Whether this host says at once that nobody listens there."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=1.0):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):  # no TCP, or no word: let the client try
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from ops.cli import address
 from ops.cli.app import app
 from ops.cli.job_options import PromptOptions, SamplingOptions
 from ops.cli.options import nested, with_assignments
 from ops.exit_codes import MEANINGS, CommandError, ExitCode
 from ops.keyfiles import generate
+from ops.settings import load
 
 COMMANDS = [
     "serve", "broker", "engine", "ask", "chat", "submit", "tail", "cancel", "status", "dead",
@@ -92,6 +95,27 @@ def test_no_worker_and_no_redis_is_said_in_words(tmp_path: Path) -> None:
     result = tokenbus("status", "job-1", "--data-dir", str(tmp_path), cwd=tmp_path)
     assert result.returncode == ExitCode.BUS_UNAVAILABLE
     assert "Start `tokenbus serve`, or give --redis" in result.stderr
+
+
+def test_nobody_at_the_default_endpoint_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(address, "is_refused", lambda _: True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandError, match=r"nobody listens at tcp://127\.0\.0\.1:5555") as caught:
+        address.zmq_address(load({"data_dir": tmp_path}))
+    assert caught.value.code is ExitCode.BUS_UNAVAILABLE
+    assert address.zmq_address(load({"zmq": "tcp://host:1"})) == "tcp://host:1"
+
+
+def test_only_a_port_without_a_listener_is_refused() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        assert address.is_refused(endpoint)
+        listener.listen()
+        assert not address.is_refused(endpoint)
+    assert not address.is_refused("ipc:///somewhere")
 
 
 @pytest.mark.parametrize("command", [("ask", "hello"), ("submit", "hello")])
