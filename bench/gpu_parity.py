@@ -135,11 +135,11 @@ def check_penalties(config: EngineConfig, num_runs: int = 64) -> dict[str, Any]:
     prompts = [rng.integers(0, 40_000, n).tolist() for n in rng.integers(20, 400, num_runs)]
     settings = Sampling(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=2.0)
     plain = make_submits(prompts, 32)
-    submits = [replace(s, sampling=settings) if s.rid % 2 else s for s in plain]
+    submits = [s._replace(sampling=settings) if s.rid % 2 else s for s in plain]
     unpenalised, _ = generate(runner, plain)
     among, _ = generate(runner, submits)
     alone, _ = generate(runner, submits[:1])
-    half = [replace(s, prefix_ids=np.array(among[s.rid][:16], np.int32)) for s in submits]
+    half = [s._replace(prefix_ids=np.array(among[s.rid][:16], np.int32)) for s in submits]
     rest, _ = generate(runner, half)
     same = sum(among[rid][16:] == tokens for rid, tokens in rest.items())
     changed = sum(among[rid] != unpenalised[rid] for rid in among if rid % 2)

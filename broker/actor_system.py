@@ -11,6 +11,8 @@ from typing import Protocol
 
 import structlog
 
+from broker.spin import LoopSpin
+
 log = structlog.get_logger("broker.actor")
 
 # After so long, and so many bursts of all actors together, the loop gets a turn.
@@ -60,6 +62,7 @@ class ActorSystem:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.spin = LoopSpin(loop)
         self.crashed: asyncio.Future[ActorCrashed] = loop.create_future()
         self._actors: list[Member] = []
         self._ready: deque[Member] = deque()  # each once, in the order of their first message

@@ -15,18 +15,16 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import structlog
 
 from broker.actor import Actor, ActorSystem, Overflow
-from broker.engine_watchdog import Watchdog
+from broker.engine_watchdog import Watchdog, is_alive
 from broker.link_messages import (
     AbortRuns,
     EngineGone,
     EngineProgress,
     EngineStats,
-    EngineUp,
     PauseRuns,
     ResumeRuns,
     RingState,
@@ -34,6 +32,7 @@ from broker.link_messages import (
     ShutdownEngine,
     StartRun,
     Steps,
+    engine_up,
 )
 from broker.messages import Address
 from broker.ring.errors import RecordTooLarge, RingCorrupt, RingError
@@ -73,7 +72,9 @@ class EngineLink(Actor):
         self._backlog: deque[tuple[int, bytes]] = deque()
         self._is_reading = False
         self._waits_for_room = False
+        self._on_bell = self.guard(self._answer_bell)
         self._on_events = self.guard(self._read_events)
+        system.spin.look, system.spin.rest = self._look, self.guard(self._sleep)
         self._on_room = self.guard(self._write_backlog)
 
     def connect(self, ledger: Address, listeners: Sequence[Address]) -> None:
@@ -168,7 +169,7 @@ class EngineLink(Actor):
         self._engine_pid = link.peer_pid
         log.info("engine.connected", pid=link.peer_pid)
         self._loop.add_reader(link.sock.fileno(), self.guard(self._peer_gone))
-        self._loop.add_reader(link.events.fileno(), self._on_events)
+        self._loop.add_reader(link.events.fileno(), self._on_bell)
         self._read_events()
 
     def _peer_gone(self) -> None:
@@ -194,20 +195,38 @@ class EngineLink(Actor):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
+    def _look(self) -> None:
+        """The loop does not sleep now, and looks by itself."""
+        if self._link is not None and self._link.events.has_records():
+            self._on_events()
+
+    def _answer_bell(self) -> None:
+        if self._link is not None:
+            self._link.events.finish_wait()
+            self._read_events()
+
     def _read_events(self) -> None:
         """Deliver one batch; then sleep on the bell, or come back after the others' turn."""
         link = self._link
         if link is None:
             return
-        link.events.finish_wait()
+        link.events.stay_awake()
         try:
             records = link.events.read_batch(BATCH_RECORDS)
         except RingCorrupt as error:
             log.error("ring.corrupt", error=str(error))
             self._lose_engine(drain=False)
             return
+        if records:
+            self.system.spin.heard()
         self._deliver(records)
-        if not link.events.prepare_wait() and not self._is_reading:
+        if not self.system.spin.is_awake:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Wait for the bell, unless something came meanwhile."""
+        link = self._link
+        if link is not None and not link.events.prepare_wait() and not self._is_reading:
             self._is_reading = True
             self._loop.call_soon(self._read_again)
 
@@ -239,7 +258,7 @@ class EngineLink(Actor):
             self._tell_ledger(EngineStats(decode_json(payload)))
         elif kind == Kind.READY:
             self._watchdog.ready(self._loop.time())
-            self._tell_all(_engine_up(decode_json(payload), self._engine_pid))
+            self._tell_all(engine_up(decode_json(payload), self._engine_pid))
         elif kind == Kind.PROGRESS:
             self._tell_all(EngineProgress(decode_json(payload)))
         else:
@@ -254,7 +273,7 @@ class EngineLink(Actor):
             self._deliver(records)
         pid = self._engine_pid
         self._drop_link()
-        log.warning("engine.gone", pid=pid, alive=_is_alive(pid))
+        log.warning("engine.gone", pid=pid, alive=is_alive(pid))
         self._tell_all(EngineGone(pid))
 
     def _drop_link(self) -> None:
@@ -277,24 +296,3 @@ class EngineLink(Actor):
     def _tell_all(self, message: object) -> None:
         for listener in self._listeners:
             listener.tell(message)
-
-
-def _engine_up(info: dict[str, Any], pid: int) -> EngineUp:
-    cache_tokens = int(info["num_blocks"]) * int(info["block_size"])
-    return EngineUp(
-        vocab_size=int(info["vocab_size"]),
-        max_model_len=min(int(info["max_model_len"]), cache_tokens),
-        max_num_seqs=int(info["max_num_seqs"]),
-        eos_token_ids=tuple(int(i) for i in info.get("eos_token_ids", ())),
-        pid=int(info.get("pid", pid)),
-        info=info,
-    )
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether the process still exists: an engine that merely closed its socket."""
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True

@@ -7,6 +7,8 @@ a whole (`docker pause`, a suspended host) has heard nothing either. Knows times
 
 from __future__ import annotations
 
+import os
+
 STEP_FACTOR = 10  # and ten times the longest step seen is no hang either
 LATE_S = 5.0  # so long after its last look the watchdog itself was asleep
 
@@ -48,3 +50,12 @@ class Watchdog:
             self._heard_s = now_s
         self.silent_s = now_s - self._heard_s
         return self.silent_s > max(self._hang_s, STEP_FACTOR * self._longest_step_s)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process still exists: an engine that merely closed its socket."""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

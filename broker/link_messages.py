@@ -99,3 +99,16 @@ class RingState:
     """The request ring is full (back-pressure), or has room again."""
 
     is_full: bool
+
+
+def engine_up(info: dict[str, Any], pid: int) -> EngineUp:
+    """The message for a READY record."""
+    cache_tokens = int(info["num_blocks"]) * int(info["block_size"])
+    return EngineUp(
+        vocab_size=int(info["vocab_size"]),
+        max_model_len=min(int(info["max_model_len"]), cache_tokens),
+        max_num_seqs=int(info["max_num_seqs"]),
+        eos_token_ids=tuple(int(i) for i in info.get("eos_token_ids", ())),
+        pid=int(info.get("pid", pid)),
+        info=info,
+    )

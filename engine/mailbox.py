@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from broker.ring.link import EngineLink
+from broker.ring.spin import SpinGauge
 from engine.errors import LinkLost
 
 _PEER_CHECK_S = 0.05  # how often a busy loop looks at the socket
@@ -61,6 +62,7 @@ class LinkMailbox:
         self._watch.register(link.sock.fileno(), select.EPOLLIN)
         self._watch.register(stop.fileno(), select.EPOLLIN)
         self._peer_check_s = 0.0
+        self._gauge = SpinGauge()
 
     def read(self, max_records: int) -> list[tuple[int, bytes]]:
         """Records that are there now; what a dead broker still wrote comes before the LinkLost."""
@@ -74,7 +76,12 @@ class LinkMailbox:
         set.
         """
         self._peer_check_s = 0.0
-        return self._requests.wait(timeout_s, watch_fd=self._watch.fileno())
+        gauge = self._gauge
+        start_s = time.monotonic()
+        spin_s = gauge.spin_s if gauge.is_worth_it else 0.0
+        is_there = self._requests.wait(timeout_s, spin_s, self._watch.fileno())
+        gauge.note(time.monotonic() - start_s)
+        return is_there
 
     def wait_room(self, payload_bytes: int, timeout_s: float) -> None:
         """Block until a record of this size fits. Raises LinkLost when the broker is gone."""

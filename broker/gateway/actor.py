@@ -140,6 +140,7 @@ class GatewayActor(Actor):
     # ------------------------------------------------------------ frames
 
     def _on_frames(self, routing_id: bytes, frames: list[bytes], key: bytes) -> None:
+        self.system.spin.heard()
         now_s = self._loop.time()
         peer = self._roster.hear(routing_id, now_s)
         if now_s < peer.muted_until_s:

@@ -11,9 +11,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import fields
 from enum import Enum
-from operator import attrgetter
 
 import numpy as np
 
@@ -30,7 +28,6 @@ _STOP, _LENGTH = int(records.Finish.STOP), int(records.Finish.LENGTH)
 
 
 _NO_IDS = np.array((), dtype=np.int32)
-_all_but_seed = attrgetter(*(field.name for field in fields(records.Sampling)[1:]))
 IS_LITTLE = sys.byteorder == "little"
 
 
@@ -186,7 +183,7 @@ class Job:
             stop_token_ids=_int32(prepared.stop_token_ids) if prepared.stop_token_ids else _NO_IDS,
             max_tokens=prepared.max_tokens,
             min_tokens=prepared.min_tokens,
-            sampling=records.Sampling(self.seed, *_all_but_seed(prepared.sampling)),
+            sampling=prepared.sampling._replace(seed=self.seed),
             priority=PRIORITIES.index(prepared.request.priority),
             solo=solo,
             cache_salt=_salt_of(self.tenant),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Final
@@ -19,6 +20,7 @@ from broker.ring.layout import (
     WRITER_TICKET_AT,
 )
 from broker.ring.memory import Ring
+from broker.ring.spin import CROWDED_S
 from broker.ring.wake import Bell, Sleeper, Waker
 
 #: How long a published record may fail its checks before the reader calls the ring corrupt.
@@ -140,6 +142,10 @@ class RingReader:
         """End a sleep that `prepare_wait` announced; read after this, not before."""
         self._sleeper.finish()
 
+    def stay_awake(self) -> None:
+        """Undo `prepare_wait` without a look at the bell: a ring for it may still come."""
+        self._sleeper.retract()
+
     def fileno(self) -> int:
         """The eventfd that becomes readable when something is written for a sleeping reader."""
         return self._sleeper.fileno()
@@ -151,10 +157,13 @@ class RingReader:
         death) became readable while nothing was there.
         """
         counters, pos = self._counters, self._pos
-        if spin_s > 0:
-            spin_end_s = time.monotonic() + min(spin_s, timeout_s)
-            while counters[WRITE_POS_AT] == pos and time.monotonic() < spin_end_s:
-                pass
+        now_s = time.monotonic() if spin_s > 0 else 0.0
+        spin_end_s = now_s + min(spin_s, timeout_s)
+        while now_s < spin_end_s and counters[WRITE_POS_AT] == pos:
+            os.sched_yield()  # the core is for who has something to do
+            before_s, now_s = now_s, time.monotonic()
+            if now_s - before_s > CROWDED_S:
+                break
         return self._sleeper.wait(self.has_records, timeout_s, watch_fd)
 
     def _advance(self, pos: int) -> None:

@@ -6,6 +6,8 @@ Knows the byte layout of every record; knows nothing of rings, sockets or torch.
 (structure of arrays), so a step of 256 rows is decoded with a handful of numpy views and no Python
 object per token.
 
+The records that come all the time are tuples: one is made in a third of a frozen dataclass's time.
+
 A `rid` names one run of one job inside one engine incarnation: the broker counts it up and never
 reuses it.
 """
@@ -14,9 +16,9 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +56,7 @@ class RecordError(ValueError):
     """A record's bytes do not match its layout: a bug on the other side, never user input."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(NamedTuple):
     """Numbers the sampler needs for one run. Ranges were checked before they came here.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off; the penalties'
@@ -79,8 +80,7 @@ class Sampling:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(NamedTuple):
     """One run for the engine.
 
     prompt_ids: int32 [P], P >= 1. prefix_ids: int32 [O], output tokens of earlier attempts, which
@@ -97,14 +97,13 @@ class Submit:
     stop_token_ids: IntArray
     max_tokens: int
     min_tokens: int = 0
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = Sampling()
     priority: int = 1
     solo: bool = False
     cache_salt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepEvents:
+class StepEvents(NamedTuple):
     """What one engine step produced.
 
     rids uint64 [N], token_ids int32 [N] (-1: no token, only the end of a run), finish uint8 [N]
@@ -165,8 +164,8 @@ def encode_submit(s: Submit) -> bytes:
         len(s.stop_token_ids),
         1 if s.solo else 0,
     )
-    ids = np.concatenate([s.prompt_ids, s.prefix_ids, s.stop_token_ids]).astype("<i4", copy=False)
-    return head + ids.tobytes()
+    ids = (s.prompt_ids, s.prefix_ids, s.stop_token_ids)
+    return b"".join((head, *[part.astype("<i4", copy=False).tobytes() for part in ids]))
 
 
 def decode_submit(data: bytes) -> Submit:
@@ -188,16 +187,7 @@ def decode_submit(data: bytes) -> Submit:
         stop_token_ids=ids[num_prompt + num_prefix :],
         max_tokens=f[3],
         min_tokens=f[4],
-        sampling=Sampling(
-            seed=f[1],
-            temperature=f[5],
-            top_p=f[6],
-            min_p=f[7],
-            top_k=f[11],
-            repetition_penalty=f[8],
-            presence_penalty=f[9],
-            frequency_penalty=f[10],
-        ),
+        sampling=Sampling(f[1], f[5], f[6], f[7], f[11], f[8], f[9], f[10]),
         priority=f[12],
         solo=bool(f[16]),
         cache_salt=f[2],

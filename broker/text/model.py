@@ -78,7 +78,8 @@ class ByteEncoder:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> IntArray:
         """See `Encoder`; there are no special tokens."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32) % self._vocab_size
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        return ids if self._vocab_size >= 256 else ids % self._vocab_size
 
 
 def load_text_model(path: str, fake_vocab_size: int = 0) -> TextModel:

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ops.bench import bus_fairness, bus_redis, bus_rivals, bus_takeover, bus_zmq
+from ops.bench import bus_fairness, bus_hops, bus_redis, bus_rivals, bus_takeover, bus_zmq
 
+IDLE_S = 0.01
 WINDOW = 64  # jobs open at a time where jobs are counted
 
 
@@ -42,6 +43,14 @@ PARTS: dict[str, Part] = {
     "zmq_latency": (
         "ZeroMQ: submit -> engine sees it; token ready -> client has it",
         lambda run: bus_zmq.measure_latency(run.times(2_000)),
+    ),
+    "zmq_idle": (
+        "ZeroMQ: the same, after 10 ms of silence before each job",
+        lambda run: bus_zmq.measure_latency(run.times(500), IDLE_S),
+    ),
+    "zmq_hops": (
+        "ZeroMQ: the first again, hop by hop, p50 in us; from_gateway: without the client's half",
+        lambda run: bus_hops.measure_hops(run.times(2_000)),
     ),
     "zmq_events": (
         "ZeroMQ: token events of 256 jobs at once, one client",

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import redis
 
-from broker.ring.link import connect_engine
-from broker.ring.records import Kind, encode_json, encode_step
-from ops.bench.bus_worker import BusWorker, cpu_s
-from ops.bench.bus_zmq import await_submit, one_token, percentiles, ready_facts
+from broker.ring.records import Kind, encode_step
+from ops.bench.bus_floor import percentiles
+from ops.bench.bus_worker import BenchEngine, BusWorker, cpu_s
+from ops.bench.bus_zmq import one_token
 from ops.embedded_redis import find_binary
 from tokenbus.keys import Keys
 
@@ -159,20 +159,19 @@ def measure_latency(server: BenchRedis, num_jobs: int) -> dict[str, float]:
     submit_us, token_us = [], []
     with (
         BusWorker(redis_url=server.url) as worker,
-        connect_engine(worker.link_path, 5.0) as engine,
+        BenchEngine(worker.link_path) as engine,
         server.client() as client,
     ):
-        engine.events.try_write(Kind.READY, encode_json(ready_facts()))
         worker.wait_for("ready")
         for i in range(num_jobs):
             start_ns = time.perf_counter_ns()
             client.xadd(KEYS.jobs(), {"job": f"job-{i}", "prompt": "hello world", "max_tokens": 1})
-            rid = await_submit(engine)
+            rid, _ = engine.await_submit()
             submit_us.append((time.perf_counter_ns() - start_ns) / 1e3)
             out = KEYS.out(f"job-{i}")
             record = encode_step(one_token(i, rid))
             write_ns = time.perf_counter_ns()
-            engine.events.try_write(Kind.STEP, record)
+            engine.write(Kind.STEP, record)
             client.xread({out: "1-0"}, block=BLOCK_MS)
             token_us.append((time.perf_counter_ns() - write_ns) / 1e3)
             client.xread({out: "1-1"}, block=BLOCK_MS)

@@ -10,12 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from broker.config import BrokerConfig, QueueConfig, RedisConfig, ZmqConfig
+from broker.ring.link import connect_engine
+from broker.ring.records import Kind, decode_submit, encode_json
 from engine.config import EngineConfig, FakeModel
+from engine.mailbox import LinkMailbox, StopSignal
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 512
@@ -27,8 +31,15 @@ class BusWorker:
     redis_url: opens the Redis door too.
     """
 
-    def __init__(self, max_queued: int = 20_000, redis_url: str = "", name: str = "bench") -> None:
+    def __init__(
+        self,
+        max_queued: int = 20_000,
+        redis_url: str = "",
+        name: str = "bench",
+        stamps: Path | None = None,
+    ) -> None:
         self._name = name
+        self._stamps = stamps
         self._redis = RedisConfig(redis_url) if redis_url else None
         self._directory = tempfile.TemporaryDirectory(prefix="tokenbus-bench-")
         self.path = Path(self._directory.name)
@@ -53,8 +64,9 @@ class BusWorker:
             limits=QueueConfig(max_queued=self._max_queued),
             fake_vocab_size=VOCAB_SIZE,
         )
+        module = "broker" if self._stamps is None else "ops.bench.bus_stamps"
         self._broker = self._spawn(
-            "broker", config.to_json(), "--status-fd", str(writing), fds=(writing,)
+            module, config.to_json(), "--status-fd", str(writing), fds=(writing,)
         )
         os.close(writing)
         self._status = reading
@@ -124,8 +136,48 @@ class BusWorker:
         path = self.path / f"{module}.json"
         path.write_text(config)
         env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'python'}"}
+        if self._stamps is not None:
+            env["TOKENBUS_BENCH_STAMPS"] = str(self._stamps)
         argv = [sys.executable, "-m", module, "--config", str(path), "--log-level", "warning"]
         return subprocess.Popen([*argv, *args], cwd=ROOT, env=env, pass_fds=fds)
+
+
+class BenchEngine:
+    """An engine's end of the link, which waits as the engine does."""
+
+    def __init__(self, link_path: str) -> None:
+        self._stop = StopSignal()
+        self._link = connect_engine(link_path, 5.0)
+        self._mailbox = LinkMailbox(self._link, self._stop)
+        self.write(Kind.READY, encode_json(_ready_facts()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._mailbox.close()
+        self._stop.close()
+
+    def write(self, kind: Kind, record: bytes) -> None:
+        """One record for the broker."""
+        if not self._mailbox.try_write(kind, record):
+            raise RuntimeError("the ring is full")
+
+    def await_submit(self) -> tuple[int, int]:
+        """The rid of the next SUBMIT, and when the engine was awake for it (perf_counter_ns)."""
+        while self._mailbox.wait(10.0):
+            awake_ns = time.perf_counter_ns()
+            for kind, payload in self._mailbox.read(16):
+                if kind == Kind.SUBMIT:
+                    return decode_submit(payload).rid, awake_ns
+        raise RuntimeError("no SUBMIT reached the engine within 10 s")
+
+
+def _ready_facts() -> dict[str, object]:
+    return {
+        "vocab_size": VOCAB_SIZE, "max_model_len": 4096, "num_blocks": 4096, "block_size": 16,
+        "max_num_seqs": 16, "eos_token_ids": [],
+    }  # fmt: skip
 
 
 def rss_bytes(pid: int) -> int:

@@ -4,9 +4,6 @@ memory of open streams.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,16 +11,15 @@ from typing import Any
 import numpy as np
 import zmq
 
-from broker.ring.link import EngineLink, connect_engine
 from broker.ring.records import (
     Finish,
     Kind,
     StepEvents,
-    decode_submit,
-    encode_json,
     encode_step,
 )
-from ops.bench.bus_worker import VOCAB_SIZE, BusWorker, cpu_s, rss_bytes
+from ops.bench.bus_floor import measure_floors, percentiles
+from ops.bench.bus_worker import VOCAB_SIZE, BenchEngine, BusWorker, cpu_s, rss_bytes
+from tokenbus.parts import WAIT, receive_parts, send_parts
 from tokenbus.protocol import MessageType, decode, encode_trusted
 
 ANSWER_MS = 20_000
@@ -55,7 +51,7 @@ class BenchClient:
 
     def send(self, kind: MessageType, **body: object) -> None:
         """One message."""
-        self.socket.send_multipart(encode_trusted(kind, body))
+        send_parts(self.socket, encode_trusted(kind, body), WAIT)
 
     def receive(self, kind: MessageType) -> dict[str, Any]:
         """The next message of this type; others are passed over."""
@@ -67,7 +63,7 @@ class BenchClient:
     def messages(self) -> Iterator[tuple[MessageType, dict[str, Any]]]:
         """Everything that comes; PINGs are answered."""
         while True:
-            message = decode(self.socket.recv_multipart())
+            message = decode(receive_parts(self.socket, WAIT))
             if message.type is MessageType.PING:
                 self.send(MessageType.PONG, t=message.body["t"])
             else:
@@ -80,62 +76,28 @@ class BenchClient:
             self._own.term()
 
 
-ECHO = """
-import sys, zmq
-socket = zmq.Context().socket(zmq.ROUTER)
-socket.bind(sys.argv[1])
-while True:
-    socket.send_multipart(socket.recv_multipart())
-"""
-
-
-def measure_floor(num_messages: int) -> dict[str, float]:
-    """Half the round trip of a plain ROUTER that echoes from another process: what ZeroMQ itself
-    takes for one way. Microseconds.
-    """
-    half_us = []
-    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as directory:
-        endpoint = f"ipc://{directory}/echo.sock"
-        echo = subprocess.Popen([sys.executable, "-c", ECHO, endpoint])
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.rcvtimeo = ANSWER_MS
-        socket.connect(endpoint)
-        try:
-            for _ in range(num_messages):
-                start_ns = time.perf_counter_ns()
-                socket.send(bytes(64))
-                socket.recv()
-                half_us.append((time.perf_counter_ns() - start_ns) / 2e3)
-        finally:
-            socket.close()
-            context.term()
-            echo.kill()
-            echo.wait()
-    return percentiles("zmq_floor", half_us)
-
-
-def measure_latency(num_jobs: int) -> dict[str, float]:
+def measure_latency(num_jobs: int, pause_s: float = 0.0) -> dict[str, float]:
     """One job at a time on an idle worker; the benchmark plays the engine, on the same clock.
+    pause_s: of silence before each job.
 
     submit: from the client's send to the SUBMIT record in the engine's hand. token: from the STEP
     record's write to TOKENS in the client's hand. Microseconds, beside ZeroMQ's own.
     """
     submit_us, token_us = [], []
-    with BusWorker() as worker, connect_engine(worker.link_path, 5.0) as engine:
-        engine.events.try_write(Kind.READY, encode_json(ready_facts()))
+    with BusWorker() as worker, BenchEngine(worker.link_path) as engine:
         worker.wait_for("ready")
         client = BenchClient(worker.endpoint)
         for i in range(num_jobs):
+            if pause_s:
+                time.sleep(pause_s)
             start_ns = time.perf_counter_ns()
             client.send(MessageType.SUBMIT, job=f"job-{i}", prompt="hello world", max_tokens=1)
-            rid = await_submit(engine)
+            rid, _ = engine.await_submit()
             seen_ns = time.perf_counter_ns()
             client.receive(MessageType.ACCEPTED)
             record = encode_step(one_token(i, rid))
             write_ns = time.perf_counter_ns()
-            engine.events.try_write(Kind.STEP, record)
+            engine.write(Kind.STEP, record)
             client.receive(MessageType.TOKENS)
             got_ns = time.perf_counter_ns()
             client.receive(MessageType.DONE)
@@ -145,7 +107,7 @@ def measure_latency(num_jobs: int) -> dict[str, float]:
     return {
         **percentiles("submit", submit_us),
         **percentiles("token", token_us),
-        **measure_floor(num_jobs),
+        **measure_floors(num_jobs),
     }
 
 
@@ -242,22 +204,6 @@ def measure_open_streams(num_streams: int) -> dict[str, float]:
     }
 
 
-def ready_facts() -> dict[str, object]:
-    return {
-        "vocab_size": VOCAB_SIZE, "max_model_len": 4096, "num_blocks": 4096, "block_size": 16,
-        "max_num_seqs": 16, "eos_token_ids": [],
-    }  # fmt: skip
-
-
-def await_submit(engine: EngineLink) -> int:
-    while True:
-        if not engine.wait(10.0):
-            raise RuntimeError("no SUBMIT reached the engine within 10 s")
-        for kind, payload in engine.requests.read_batch(16):
-            if kind == Kind.SUBMIT:
-                return decode_submit(payload).rid
-
-
 def one_token(step_id: int, rid: int) -> StepEvents:
     return StepEvents(
         step_id=step_id,
@@ -268,11 +214,3 @@ def one_token(step_id: int, rid: int) -> StepEvents:
         started_rids=np.array([], np.uint64),
         cached_tokens=np.array([], np.int32),
     )
-
-
-def percentiles(name: str, values_us: list[float]) -> dict[str, float]:
-    """The tenth percentile is what the machine does when nothing else runs on it."""
-    warm = values_us[len(values_us) // 10 :]
-    values = np.percentile(warm, (10, 50, 99))
-    names = (f"{name}_p10_us", f"{name}_p50_us", f"{name}_p99_us")
-    return {name: round(float(us), 1) for name, us in zip(names, values, strict=True)}

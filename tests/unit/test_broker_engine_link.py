@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from broker import engine_link, spin
 from broker.actor import ActorSystem
 from broker.engine_link import EngineLink
 from broker.link_messages import (
@@ -37,6 +39,8 @@ from broker.ring.records import (
     encode_reject,
     encode_step,
 )
+from broker.ring.spin import SpinGauge
+from broker.spin import LoopSpin
 
 READY = {
     "vocab_size": 100, "max_model_len": 500, "num_blocks": 20, "block_size": 16,
@@ -69,9 +73,12 @@ class Inbox:
 class Setup:
     """The actor, and one connected engine's end."""
 
-    def __init__(self, path: Path, ring_bytes: int = 1 << 16) -> None:
+    def __init__(
+        self, path: Path, gauge: SpinGauge | None = None, ring_bytes: int = 1 << 16
+    ) -> None:
         self.path = str(path / "link" / "engine.sock")
         self.system = ActorSystem(asyncio.get_running_loop())
+        self.system.spin = LoopSpin(self.system.loop, gauge)
         self.actor = EngineLink(self.system, self.path, ring_bytes, hang_ms=60_000)
         self.ledger, self.text = Inbox(), Inbox()
         self.actor.connect(self.ledger, (self.text,))
@@ -125,6 +132,36 @@ async def test_records_of_every_kind_reach_whom_they_concern(tmp_path: Path) -> 
     assert s.text.kinds() == [EngineProgress, EngineUp]
     up = s.text.messages[1]
     assert (up.max_model_len, up.eos_token_ids, up.pid) == (320, (2,), 123)  # the cache is shorter
+    engine.close()
+    await s.system.stop()
+
+
+async def test_a_loop_that_is_awake_sees_records_for_which_no_bell_rings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_link, "POLL_S", 60.0)  # no second look
+    monkeypatch.setattr(spin, "CROWDED_S", 60.0)  # nor a rest on a full machine
+    s = Setup(tmp_path, SpinGauge(spin_s=60.0, num_cores=2))
+    engine = await s.engine()
+    for number in range(1, 100):
+        assert engine.events.try_write(Kind.STEP, step(number))
+        await s.ledger.until(lambda m, n=number: bool(m) and m[-1].steps[-1].step_id == n)  # type: ignore[misc]
+    engine.close()
+    await s.system.stop()
+
+
+async def test_a_loop_that_rests_again_is_woken_by_the_bell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_link, "POLL_S", 60.0)  # no second look
+    s = Setup(tmp_path, SpinGauge(spin_s=2e-3, num_cores=2))
+    engine = await s.engine()
+    for number in range(1, 30):
+        assert engine.events.try_write(Kind.STEP, step(number))
+        await s.ledger.until(lambda m, n=number: bool(m) and m[-1].steps[-1].step_id == n)  # type: ignore[misc]
+        async with asyncio.timeout(10):
+            while number % 10 == 0 and s.system.spin.is_awake:
+                await asyncio.sleep(1e-3)
     engine.close()
     await s.system.stop()
 

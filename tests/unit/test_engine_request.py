@@ -115,4 +115,4 @@ def test_min_tokens_with_more_stop_ids_than_the_runner_holds_back_is_refused() -
     rejected = accept(submit, info, 0)
     assert isinstance(rejected, Reject)
     assert (rejected.code, rejected.field) == ("unsupported", "min_tokens")
-    assert isinstance(accept(replace(submit, min_tokens=0), info, 0), Request)
+    assert isinstance(accept(submit._replace(min_tokens=0), info, 0), Request)
