@@ -137,8 +137,9 @@ def status(job: JobId, address: RedisAddress, as_json: Json = False) -> None:
     if as_json:
         print_json(facts)
     else:
-        facts["tokens"] = facts.pop("seq")
-        print_facts({name: value for name, value in facts.items() if value not in ("", None)})
+        names = {"seq": "tokens"}  # what the number says to a person
+        said = {names.get(name, name): value for name, value in facts.items()}
+        print_facts({name: value for name, value in said.items() if value not in ("", None)})
 
 
 async def _known(client: AsyncClient, job: str) -> JobStatus | None:
