@@ -7,7 +7,9 @@ Within a priority, tenants take turns by deficit round robin with a quantum of o
 gives every waiting tenant one token to spend, and a job runs when its tenant can pay for it. Rounds
 in which nobody can pay are made in one step. So small a quantum lets no tenant save up for a burst.
 Between priorities the higher goes first, but a lower one that waits earns `low_share` of the tokens
-that pass it by, and goes first when that pays for its next job.
+that pass it by, and goes first when that pays for its next job. Within a tenant the doors take
+turns, each with its jobs in the order they came: who waits at one does not wait behind the whole
+backlog of another.
 """
 
 from __future__ import annotations
@@ -27,19 +29,49 @@ MIN_RETRY_MS, MAX_RETRY_MS = 100, 10_000
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A place in the queue. cost_tokens: prompt and output tokens at most. priority: 0 is high."""
+    """A place in the queue. cost_tokens: prompt and output tokens at most. priority: 0 is high.
+    door: where the job came in.
+    """
 
     job: str
     tenant: str
     priority: int
     cost_tokens: int
+    door: object = None
+
+
+class _Line:
+    """The jobs of one tenant: a lane for each door that has some, the next door first."""
+
+    def __init__(self) -> None:
+        self._lanes: OrderedDict[object, OrderedDict[str, Ticket]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
+    def add(self, ticket: Ticket) -> None:
+        self._lanes.setdefault(ticket.door, OrderedDict())[ticket.job] = ticket
+
+    def head(self) -> Ticket:
+        return next(iter(next(iter(self._lanes.values())).values()))
+
+    def remove(self, ticket: Ticket) -> None:
+        lane = self._lanes[ticket.door]
+        del lane[ticket.job]
+        if not lane:
+            del self._lanes[ticket.door]
+
+    def take(self, ticket: Ticket) -> None:
+        """Remove the head; it is another door's turn."""
+        self._lanes.move_to_end(ticket.door)
+        self.remove(ticket)
 
 
 class _Level:
     """The tenants of one priority."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, OrderedDict[str, Ticket]] = {}
+        self.waiting: dict[str, _Line] = {}
         self.turns: deque[str] = deque()
         self.deficit_tokens: dict[str, int] = {}
         self.earned_tokens = 0.0  # share of what higher priorities took while this one waited
@@ -47,14 +79,14 @@ class _Level:
     def add(self, ticket: Ticket) -> None:
         line = self.waiting.get(ticket.tenant)
         if line is None:
-            line = self.waiting[ticket.tenant] = OrderedDict()
+            line = self.waiting[ticket.tenant] = _Line()
             self.turns.append(ticket.tenant)
             self.deficit_tokens[ticket.tenant] = 0
-        line[ticket.job] = ticket
+        line.add(ticket)
 
     def remove(self, ticket: Ticket) -> None:
         line = self.waiting[ticket.tenant]
-        del line[ticket.job]
+        line.remove(ticket)
         if not line:
             self._leave(ticket.tenant)
 
@@ -69,7 +101,7 @@ class _Level:
             for _ in range(len(self.turns)):
                 tenant = self.turns[0]
                 if tenant != barred:
-                    ticket = next(iter(self.waiting[tenant].values()))
+                    ticket = self.waiting[tenant].head()
                     need = ticket.cost_tokens - self.deficit_tokens[tenant]
                     if need <= 0:
                         return ticket
@@ -84,7 +116,10 @@ class _Level:
         ticket = self.head(barred)
         tenant = ticket.tenant
         self.deficit_tokens[tenant] -= ticket.cost_tokens
-        self.remove(ticket)
+        line = self.waiting[tenant]
+        line.take(ticket)
+        if not line:
+            self._leave(tenant)
         return ticket
 
     def _leave(self, tenant: str) -> None:

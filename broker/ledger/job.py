@@ -111,6 +111,7 @@ class Job:
             tenant=self.tenant,
             priority=PRIORITIES.index(prepared.request.priority),
             cost_tokens=len(prepared.prompt_ids) + prepared.max_tokens - len(self.ids),
+            door=self.door,
         )
 
     def accepted(self, position: int) -> Accepted:

@@ -35,3 +35,13 @@ async def test_a_flood_at_one_door_leaves_places_for_the_jobs_of_the_other() -> 
     assert b.fetcher.slots[-1] == 2
     await b.tell(RingState(is_full=True))
     assert b.fetcher.slots[-1] == 0
+
+
+async def test_a_job_does_not_wait_behind_the_backlog_of_its_tenants_other_door() -> None:
+    b = Bench()
+    await b.tell(ENGINE)
+    await b.submit(*(f"j{i:02}" for i in range(12)))
+    await b.tell(submit("r", b.fetcher))
+    await b.step({"j00": 1}, j00=Finish.LENGTH)
+    await b.step({"j01": 1}, j01=Finish.LENGTH)
+    assert "r" in await b.running()

@@ -34,6 +34,30 @@ def test_one_tenants_jobs_run_in_the_order_they_came() -> None:
     assert len(queue) == 0
 
 
+def test_the_doors_of_a_tenant_take_turns_whatever_waits_at_one_of_them() -> None:
+    queue = FairQueue(QueueConfig())
+    for i in range(1_000):
+        queue.admit(Ticket(f"zmq-{i}", "a", NORMAL, 100, door="zmq"))
+    for i in range(3):
+        queue.admit(Ticket(f"redis-{i}", "a", NORMAL, 100, door="redis"))
+    first = [t.job for t in take(queue, 8)]
+    assert [job for job in first[:6] if job.startswith("redis")] == [
+        "redis-0",
+        "redis-1",
+        "redis-2",
+    ]
+    assert [job for job in first if job[0] == "z"] == [f"zmq-{i}" for i in range(5)]
+
+
+def test_a_door_that_was_served_is_not_next_because_its_other_job_was_taken_back() -> None:
+    queue = FairQueue(QueueConfig())
+    for job, door in (("a", "zmq"), ("b", "zmq"), ("c", "redis"), ("d", "redis")):
+        queue.admit(Ticket(job, "t", NORMAL, 1, door=door))
+    assert [t.job for t in take(queue, 1)] == ["a"]
+    assert queue.remove("c")
+    assert [t.job for t in take(queue, 2)] == ["d", "b"]
+
+
 def test_a_tenant_with_two_jobs_does_not_wait_for_one_with_thousands() -> None:
     queue = FairQueue(QueueConfig())
     fill(queue, 5000, "flood")
@@ -122,10 +146,15 @@ class QueueMachine(RuleBasedStateMachine):
         self.waiting: dict[str, Ticket] = {}
         self.count = 0
 
-    @rule(tenant=st.sampled_from("abc"), priority=st.integers(0, 2), cost=st.integers(1, 5000))
-    def admit(self, tenant: str, priority: int, cost: int) -> None:
+    @rule(
+        tenant=st.sampled_from("abc"),
+        priority=st.integers(0, 2),
+        cost=st.integers(1, 5000),
+        door=st.sampled_from(["zmq", "redis"]),
+    )
+    def admit(self, tenant: str, priority: int, cost: int, door: str) -> None:
         self.count += 1
-        ticket = Ticket(f"j{self.count}", tenant, priority, cost)
+        ticket = Ticket(f"j{self.count}", tenant, priority, cost, door)
         try:
             self.queue.admit(ticket)
         except Busy:
