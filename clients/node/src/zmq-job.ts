@@ -6,7 +6,7 @@ import { TokenbusError } from "./errors.js";
 import type { Body } from "./msgpack.js";
 import { packIds } from "./protocol.js";
 import type { JobStream } from "./stream.js";
-import type { JobStatus, Token } from "./types.js";
+import { toUsage, type Done, type JobStatus, type Started, type Token } from "./types.js";
 
 export const RESUME_AGAIN_MS = 1_000;
 
@@ -120,6 +120,17 @@ export function toToken(event: unknown): [string, Token] {
     throw new TokenbusError("bad_frame", "event is not [job, attempt, seq, ids, text]");
   }
   return [job, { attempt, seq, ids, text }];
+}
+
+/** ACCEPTED of this worker. */
+export function toStarted(body: Body, worker: string): Started {
+  const promptTokens = Number(body["prompt_tokens"]);
+  return { attempt: Number(body["attempt"]), worker, seed: Number(body["seed"]), promptTokens };
+}
+
+export function toDone(body: Body): Done {
+  const reason = body["reason"] as Done["reason"];
+  return { reason, seq: Number(body["seq"]), usage: toUsage(body["usage"]), crc: Number(body["crc"]) };
 }
 
 /** What a body about a job says of its state. */

@@ -6,29 +6,22 @@ import { TokenbusError, fromWire } from "./errors.js";
 import { MessageType, type Message } from "./protocol.js";
 import { Session, type CurveKeys } from "./session.js";
 import type { JobStream } from "./stream.js";
-import { toUsage, type Done, type JobStatus, type Timeouts } from "./types.js";
+import type { JobStatus, Timeouts } from "./types.js";
 import {
-  acceptedOf, dropTimer, forgetHole, newFollowed, onBusy, rejectedOf, RESUME_AGAIN_MS, submitMessage, toStatus, toToken,
+  acceptedOf, dropTimer, forgetHole, newFollowed, onBusy, rejectedOf, RESUME_AGAIN_MS, submitMessage, toDone, toStarted,
+  toStatus, toToken,
   type Followed,
 } from "./zmq-job.js";
+import { Questions } from "./zmq-questions.js";
 import type { Body } from "./msgpack.js";
 
 const GREETING_MS = 5_000;
 const MAX_RESUMES = 5; // without a new token in between
 
-const QUESTIONS = { cancel: MessageType.CANCEL, status: MessageType.STATS };
-
-interface Waiter {
-  kind: "cancel" | "status";
-  job: string;
-  resolve: (status: JobStatus) => void;
-  reject: (error: TokenbusError) => void;
-}
-
 export class ZmqDoor implements Door {
   readonly #client = `js-${randomUUID()}`;
   readonly #jobs = new Map<string, Followed[]>();
-  readonly #waiters = new Set<Waiter>();
+  readonly #questions: Questions;
   readonly #left = new Set<string>(); // to be cancelled, but there was no session
   #session: Session | undefined;
   #boot = "";
@@ -44,6 +37,7 @@ export class ZmqDoor implements Door {
     readonly endpoint: string, readonly timeouts: Timeouts, readonly tenant: string, readonly credit: number,
     readonly curve: CurveKeys | undefined,
   ) {
+    this.#questions = new Questions(endpoint, timeouts.answerMs, (type, body) => this.#send(type, body));
     this.#running = this.#keepConnected();
     this.#ticker = setInterval(() => this.#tick(), RESUME_AGAIN_MS);
     this.#ticker.unref();
@@ -76,11 +70,13 @@ export class ZmqDoor implements Door {
 
   /** Returns when the job has ended. */
   async cancel(job: string): Promise<void> {
-    await this.#ask("cancel", job);
+    await this.#connected();
+    await this.#questions.ask("cancel", job);
   }
 
-  status(job: string): Promise<JobStatus> {
-    return this.#ask("status", job);
+  async status(job: string): Promise<JobStatus> {
+    await this.#connected();
+    return this.#questions.ask("status", job);
   }
 
   async close(): Promise<void> {
@@ -146,7 +142,7 @@ export class ZmqDoor implements Door {
     for (const followed of [...this.#jobs.values()].flat()) this.#pickUp(followed, isSameWorker);
     for (const job of this.#left) this.#send(MessageType.CANCEL, { job });
     this.#left.clear();
-    for (const { kind, job } of this.#waiters) this.#send(QUESTIONS[kind], { job });
+    this.#questions.repeat();
     this.#wakeAll();
   }
 
@@ -242,8 +238,7 @@ export class ZmqDoor implements Door {
   #failAll(error: TokenbusError): void {
     for (const followed of [...this.#jobs.values()].flat()) followed.stream.fail(error);
     this.#jobs.clear();
-    for (const waiter of this.#waiters) waiter.reject(error);
-    this.#waiters.clear();
+    this.#questions.failAll(error);
   }
 
   // ---------------------------------------------------------------- messages
@@ -256,7 +251,7 @@ export class ZmqDoor implements Door {
     else if (type === MessageType.REJECTED) this.#onRejected(row, fromWire(body));
     else if (type === MessageType.DONE) this.#onDone(row, body);
     else if (type === MessageType.ERROR) this.#onError(row, job, body);
-    else if (type === MessageType.STATS && job !== "") this.#answer("status", toStatus(body));
+    else if (type === MessageType.STATS && job !== "") this.#questions.answer("status", toStatus(body));
     for (const followed of row) if (followed.stream.isOver) this.#forget(followed.stream);
   }
 
@@ -276,10 +271,7 @@ export class ZmqDoor implements Door {
   #onAccepted(followed: Followed, body: Body): void {
     followed.isAsked = false;
     followed.seed = Number(body["seed"]);
-    followed.stream.onStarted({
-      attempt: Number(body["attempt"]), worker: this.#worker, seed: followed.seed,
-      promptTokens: Number(body["prompt_tokens"]),
-    });
+    followed.stream.onStarted(toStarted(body, this.#worker));
   }
 
   #onRejected(row: Followed[], error: TokenbusError): void {
@@ -291,52 +283,26 @@ export class ZmqDoor implements Door {
   }
 
   #onDone(row: Followed[], body: Body): void {
-    const done: Done = {
-      reason: body["reason"] as Done["reason"], seq: Number(body["seq"]), usage: toUsage(body["usage"]),
-      crc: Number(body["crc"]),
-    };
+    const done = toDone(body);
     for (const followed of row) {
       const verdict = followed.stream.onDone(done, String(body["text"] ?? ""), Number(body["attempt"] ?? 1));
       if (verdict === "hole") this.#onHole(followed);
     }
-    this.#answer("cancel", { ...toStatus(body), state: "done" });
+    this.#questions.answer("cancel", { ...toStatus(body), state: "done" });
   }
 
   #onError(row: Followed[], job: string, body: Body): void {
     const error = fromWire(body);
     const isBusy = error.code === "busy" && body["attempt"] === undefined; // the job is as it was
-    const isUnwanted = [...this.#waiters].some((waiter) => waiter.kind === "cancel" && waiter.job === job);
-    if (isBusy || error.code === "not_found") {
-      for (const waiter of this.#waiters) if (waiter.job === job) this.#settle(waiter, () => waiter.reject(error));
-    } else if (error.code !== "gone") { // that is about a RESUME
-      this.#answer("cancel", { ...toStatus(body), state: "failed" });
+    const isUnwanted = this.#questions.isCancelling(job);
+    if (isBusy || error.code === "not_found") this.#questions.refuse(job, error);
+    else if (error.code !== "gone") { // that is about a RESUME
+      this.#questions.answer("cancel", { ...toStatus(body), state: "failed" });
     }
     for (const followed of row) {
       if (isBusy) onBusy(followed, error.retryMs, () => this.#resume(followed));
       else if (error.code === "not_found") this.#onUnknown(followed, error, isUnwanted);
       else if (followed.isResuming || error.code !== "gone") followed.stream.fail(error);
     }
-  }
-
-  async #ask(kind: Waiter["kind"], job: string): Promise<JobStatus> {
-    await this.#connected();
-    return new Promise((resolve, reject) => {
-      const waiter: Waiter = { kind, job, resolve, reject };
-      this.#waiters.add(waiter);
-      const late = new TokenbusError("unavailable", `${this.endpoint} did not answer in time`);
-      const timer = setTimeout(() => this.#settle(waiter, () => reject(late)), this.timeouts.answerMs);
-      timer.unref();
-      this.#send(QUESTIONS[kind], { job });
-    });
-  }
-
-  #answer(kind: Waiter["kind"], status: JobStatus): void {
-    for (const waiter of this.#waiters) {
-      if (waiter.kind === kind && waiter.job === status.job) this.#settle(waiter, () => waiter.resolve(status));
-    }
-  }
-
-  #settle(waiter: Waiter, end: () => void): void {
-    if (this.#waiters.delete(waiter)) end();
   }
 }
