@@ -96,7 +96,7 @@ class StreamsDoor(Actor):
         self._relay = Relay(state)
         self._backlog = BacklogWatch(state)
         self._control = Control(state, self._claimer.wake.set, self._ask_for_drain)
-        health.connect(self._outbox, self._leases, self._claimer, self._control)
+        health.connect(self._outbox, self._leases, self._claimer, self._control, self._relay)
 
     # ------------------------------------------------------------ for the app
 

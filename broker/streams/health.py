@@ -15,6 +15,7 @@ from broker.streams.jobs import Stage
 from broker.streams.lane import LinkLost, ReplyError
 from broker.streams.leases import Leases
 from broker.streams.outbox import Outbox
+from broker.streams.relay import Relay
 from broker.streams.state import RETRY_S, DoorState
 from tokenbus.keys import GROUP
 
@@ -39,11 +40,14 @@ class Health:
         self._leases: Leases
         self._claimer: Claimer
         self._control: Control
+        self._relay: Relay
 
-    def connect(self, outbox: Outbox, leases: Leases, claimer: Claimer, control: Control) -> None:
+    def connect(
+        self, outbox: Outbox, leases: Leases, claimer: Claimer, control: Control, relay: Relay
+    ) -> None:
         """The parts that act on a change. Call before the link begins."""
         self._outbox, self._leases = outbox, leases
-        self._claimer, self._control = claimer, control
+        self._claimer, self._control, self._relay = claimer, control, relay
 
     @property
     def is_ready(self) -> bool:
@@ -71,6 +75,8 @@ class Health:
         """There is no connection, and why."""
         if reason != self._down_reason:
             log.warning("redis.lost", reason=reason)
+        if not self._was_up:
+            self._relay.on_unreachable()
         self._down_reason = reason
         self.report()
 

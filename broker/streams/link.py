@@ -42,6 +42,7 @@ class Link:
         on_down: Callable[[str], None],
     ) -> None:
         self.up = asyncio.Event()
+        self.is_starting = True  # the first connection is being made, and nothing has failed yet
         self.server_version = ""
         self.reader_id = self.relay_id = 0  # the server's numbers of the lanes, to unblock them
         self._address = address
@@ -88,6 +89,7 @@ class Link:
                 reason = str(error)
             finally:
                 self.close()
+            self.is_starting = False
             self._on_down(reason)
             await asyncio.sleep(delay_s * random.uniform(0.75, 1.25))
             delay_s = min(2 * delay_s, LAST_RETRY_S)
@@ -149,6 +151,7 @@ class Link:
         )
         await self._on_up()
         self._was_up = True
+        self.is_starting = False
         self.up.set()
         log.info("redis.connected", server=str(endpoint), version=self.server_version)
 

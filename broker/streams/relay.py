@@ -46,7 +46,7 @@ class Relay:
 
     def submit(self, message: SubmitDurable) -> None:
         """A new job; refused where the queue in Redis is full, or out of reach."""
-        if not self._state.link.up.is_set() or len(self._to_submit) >= MAX_WAITING:
+        if not self._can_reach() or len(self._to_submit) >= MAX_WAITING:
             message.door.tell(Refused(message.request.job, _out_of_reach()))
             return
         self._to_submit.append(message)
@@ -55,7 +55,7 @@ class Relay:
 
     def find(self, message: Find) -> None:
         """Look a job up."""
-        if not self._state.link.up.is_set() or len(self._to_find) >= MAX_WAITING:
+        if not self._can_reach() or len(self._to_find) >= MAX_WAITING:
             message.door.tell(Found(message.job, message.context, error=_out_of_reach()))
             return
         self._to_find.append(message)
@@ -80,6 +80,22 @@ class Relay:
         """Nobody follows the job any more; it runs on."""
         self.followed.drop(job)
         self._expected.discard(job)
+
+    def on_unreachable(self) -> None:
+        """The first connection failed: what waited for it is answered."""
+        submits, self._to_submit = self._to_submit, deque()
+        finds, self._to_find = self._to_find, deque()
+        for message in submits:
+            self._expected.discard(message.request.job)
+            message.door.tell(Refused(message.request.job, _out_of_reach()))
+        for question in finds:
+            question.door.tell(Found(question.job, question.context, error=_out_of_reach()))
+
+    def _can_reach(self) -> bool:
+        """Redis is there, or will be at once: clients of a broker that was started again are often
+        faster than its first connection.
+        """
+        return self._state.link.up.is_set() or self._state.link.is_starting
 
     # ------------------------------------------------------------ writing
 

@@ -18,7 +18,7 @@ from engine.fake_runner import expected_tokens
 from ops.bench.chaos_audit import Seen
 from tokenbus import AsyncClient
 from tokenbus.door import Timeouts
-from tokenbus.errors import Draining, TokenbusError
+from tokenbus.errors import Busy, Draining, TokenbusError
 from tokenbus.stream import JobStream
 
 FAKE_VOCAB = 512
@@ -111,6 +111,7 @@ class JobLog:
     batches: list[tuple[float, int]] = field(default_factory=list)  # when, tokens so far
     seed: int = 0  # in use
     num_given_back: int = 0  # by a worker that left; asked again of another
+    num_refused: int = 0  # `busy` before it was taken; asked again
     is_over: bool = False
     error: str = ""
 
@@ -195,6 +196,10 @@ class Load:
                 doors = [door for door in self._clients if door.startswith("zmq")]
                 log.door = doors[(doors.index(log.door) + 1) % len(doors)]
                 await asyncio.sleep(0.2)
+                return
+            if isinstance(error, Busy) and not log.batches:  # not taken: asked again, as it says
+                log.num_refused += 1
+                await asyncio.sleep((error.retry_ms or 1_000) / 1_000)
                 return
             num_tokens = log.batches[-1][1] if log.batches else 0
             log.error = f"{error.code}: {error}"

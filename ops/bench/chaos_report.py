@@ -28,6 +28,7 @@ class Counts:
 
     jobs: int = 0
     given_back: int = 0  # plain ZeroMQ jobs of a worker that left, continued by another
+    refused: int = 0  # answers `busy` before a job was taken; it was asked again
     tokens: int = 0
     lost: int = 0  # no `done`
     repeated: int = 0
@@ -89,6 +90,7 @@ def count_logs(logs: Sequence[JobLog]) -> Counts:
         name = f"{log.job} ({log.door})"
         counts.add_job(name, log.seen, log.question.ids, log.question.text)
         counts.given_back += log.num_given_back
+        counts.refused += log.num_refused
         if log.error:
             counts.lines.append(f"{name}: {log.error}")
     return counts

@@ -12,7 +12,9 @@ from broker.messages import (
     Done,
     Event,
     Failed,
+    Find,
     Follow,
+    Found,
     Pause,
     Publish,
     Refused,
@@ -95,6 +97,37 @@ async def test_a_full_queue_refuses_a_durable_job(bus: Bus) -> None:
     assert isinstance(refused, Refused)
     assert (refused.error.code, refused.error.retry_ms) == ("busy", 1_000)
     assert bus.num_entries() == 2
+
+
+async def test_a_durable_job_that_comes_before_the_first_connection_waits_for_it(bus: Bus) -> None:
+    """As from a client that is back sooner than a broker that was started again is."""
+    worker = Worker(bus.server.url, bus.queue, "w")
+    bus.workers.append(worker)
+    door = OtherDoor()
+    worker.door.tell(SubmitDurable(request("j"), door))
+    worker.door.tell(Find("nobody's", door, "context"))
+    worker.begin()
+    worker.ledger.is_automatic = True
+    await until(lambda: door.end)
+    assert door.text == text_of(10)
+    assert Found("nobody's", "context") in door.messages
+
+
+async def test_without_redis_a_new_broker_refuses_durable_jobs_at_once(bus: Bus) -> None:
+    worker = Worker("unix:///nowhere/redis.sock", bus.queue, "w")
+    early, late = OtherDoor(), OtherDoor()
+    worker.door.tell(SubmitDurable(request("j"), early))
+    worker.door.tell(Find("j", early))
+    worker.begin()
+    await until(lambda: len(early.messages) == 2, timeout_s=2)
+    worker.door.tell(SubmitDurable(request("k"), late))
+    await until(lambda: late.messages, timeout_s=2)
+    refused, found, again = *early.messages, *late.messages
+    assert isinstance(refused, Refused)
+    assert isinstance(found, Found)
+    assert isinstance(again, Refused)
+    assert {error and error.code for error in (refused.error, found.error, again.error)} == {"busy"}
+    await worker.stop()
 
 
 async def test_a_known_durable_job_is_followed_and_another_of_its_name_refused(bus: Bus) -> None:
