@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from typing import TextIO, cast
 
 import structlog
 
@@ -59,9 +60,23 @@ def configure_logging(*, format_: str = "auto", level: str = "info") -> None:
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Stderr())),
         cache_logger_on_first_use=True,
     )
+
+
+class _Stderr:
+    """stderr, for a process that outlives the reader of its log (`tokenbus serve 2>&1 | head`)."""
+
+    def write(self, text: str) -> None:
+        """Write, or lose what nobody reads."""
+        with suppress(BrokenPipeError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """The same."""
+        with suppress(BrokenPipeError):
+            sys.stderr.flush()
 
 
 def is_json_log(format_: str) -> bool:

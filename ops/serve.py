@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -182,10 +182,14 @@ class Worker:
         if self.as_json:
             said = asdict(announcement) | {"redis": public_url(announcement.redis)}
             is_new = not self._pids or self._pids == announcement.pids
-            print(json.dumps({"event": "ready" if is_new else "restarted", **said}), flush=True)
+            self._say(json.dumps({"event": "ready" if is_new else "restarted", **said}))
         elif event.is_first:
-            print(ready_line(announcement), flush=True)
+            self._say(ready_line(announcement))
         self._pids = announcement.pids
+
+    def _say(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # who asked may have read enough
+            print(line, flush=True)
 
     def _announcement(self, event: Ready) -> worker_files.Announcement:
         return worker_files.Announcement(

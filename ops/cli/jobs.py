@@ -144,13 +144,17 @@ def status(job: JobId, address: RedisAddress, as_json: Json = False) -> None:
 
 async def _known(client: AsyncClient, job: str) -> JobStatus | None:
     """Where the job stands; None where this Redis does not say it. Raises UnknownJob."""
-    from tokenbus.errors import TokenbusError, UnknownJob
+    from tokenbus.errors import BusUnavailable, TokenbusError, UnknownJob
 
     try:
         return await client.status(job)
     except UnknownJob:
         raise
-    except TokenbusError:  # a long queue, or a user with few rights
+    except BusUnavailable as error:
+        if error.__cause__ is not None:  # no connection; without a cause, a long queue
+            raise
+        return None
+    except TokenbusError:  # a user with few rights
         return None
 
 

@@ -194,6 +194,29 @@ async def test_kill_9_of_the_supervisor_takes_its_processes_with_it(tmp_path: Pa
         await ended(pids)
 
 
+async def test_a_worker_outlives_the_readers_of_its_output(tmp_path: Path) -> None:
+    """As in `tokenbus serve 2>&1 | head -1`: it goes on, restarts what dies, and drains."""
+    where = ("--data-dir", str(tmp_path / "second"), "--redis", "none")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from ops.cli import main; main()"),
+        *("serve", "--json", "--zmq", "tcp://127.0.0.1:0", *FAKE, *where),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    await process.stderr.readline()
+    ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
+    for pipe in (process.stdout, process.stderr):
+        pipe._transport.close()  # type: ignore[attr-defined]
+    os.kill(ready["pids"]["engine"], signal.SIGKILL)
+    async with AsyncClient(zmq=ready["zmq"]) as client:
+        assert len(await client.generate("ab", max_tokens=5).text()) > 0
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(process.wait(), 30) == ExitCode.OK
+
+
 async def test_a_taken_port_ends_the_worker_with_a_sentence(tmp_path: Path) -> None:
     async with fake_worker(tmp_path) as worker:
         arguments = (*FAKE, "--redis", "none", "--zmq", worker.ready["zmq"])
