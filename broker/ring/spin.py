@@ -14,8 +14,8 @@ from typing import Final
 #: How long to look before sleeping. Longer than the answer to a message takes between processes.
 SPIN_S: Final = 400e-6
 #: A yield of the core that takes longer shows that the core is wanted: then it is better to sleep,
-#: and to wake on one that is free.
-CROWDED_S: Final = 40e-6
+#: and to wake on one that is free. An undisturbed yield takes half a microsecond.
+CROWDED_S: Final = 15e-6
 _MOST = 8
 _ENOUGH = 4
 _LONG_GAP = 4  # so many short gaps make up for a long one
