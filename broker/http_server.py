@@ -79,7 +79,11 @@ class _Server(ThreadingHTTPServer):
         self.pages = pages
         self._places = threading.BoundedSemaphore(MAX_REQUESTS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            reason = f"http {host}:{port}: {error.strerror or error}"
+            raise OSError(error.errno, reason) from error
 
     def server_bind(self) -> None:
         """As in socketserver: http.server's own looks up a host name, which may take seconds."""

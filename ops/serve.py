@@ -57,6 +57,7 @@ def serve(settings: Settings, resolve: Callable[[str], ResolvedModel], *, as_jso
             "Leave one of them out to take its default.",
         )
     model = resolve_model(settings, resolve)
+    worker_files.make_data_dir(settings.data_dir)
     with ExitStack() as stack:
         redis = None
         if settings.redis_mode == "embedded":

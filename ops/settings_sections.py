@@ -105,10 +105,16 @@ class EngineSettings(Section):
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="dummy: random weights of the true shapes, for measuring"
     )
-    max_num_seqs: int = Field(default=0, ge=0, description="jobs in one batch")
-    max_num_batched_tokens: int = Field(default=0, ge=0, description="tokens computed in one step")
-    max_model_len: int = Field(default=0, ge=0, description="longest prompt plus output")
-    block_size_tokens: int = Field(default=0, ge=0, description="tokens in a KV cache block")
+    max_num_seqs: int = Field(default=0, ge=0, description="jobs in one batch; 0: by device")
+    max_num_batched_tokens: int = Field(
+        default=0, ge=0, description="tokens computed in one step; 0: by device"
+    )
+    max_model_len: int = Field(
+        default=0, ge=0, description="longest prompt plus output; 0: the model's"
+    )
+    block_size_tokens: int = Field(
+        default=0, ge=0, description="tokens in a KV cache block; 0: by device"
+    )
     kv_cache_bytes: int = Field(default=0, ge=0, description="size of the KV cache; 0: free memory")
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="share of GPU memory used"

@@ -66,8 +66,8 @@ _REMEDIES = {
     ExitCode.BAD_SETTING: "docs/OPERATIONS.md lists every setting with its range.",
     ExitCode.MODEL_UNAVAILABLE: "`tokenbus model inspect MODEL` looks into a model, `tokenbus"
     " doctor` at this machine.",
-    ExitCode.BUS_UNAVAILABLE: "Perhaps another worker runs here: `--zmq tcp://127.0.0.1:0` takes a"
-    " free port, `tokenbus doctor` checks all addresses.",
+    ExitCode.BUS_UNAVAILABLE: "Perhaps another worker runs here: `--zmq tcp://127.0.0.1:0` and"
+    " `--http 127.0.0.1:0` take free ports, `tokenbus doctor` checks all addresses.",
 }
 _FINAL_CODES = frozenset(_REMEDIES)
 

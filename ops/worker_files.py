@@ -73,12 +73,24 @@ def write_private(path: Path, text: str) -> Path:
     return path
 
 
+def make_data_dir(data_dir: Path) -> None:
+    """Raises CommandError where there can be none, or none to write to."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (data_dir / "lock").touch(mode=0o600)
+    except OSError as error:
+        raise CommandError(
+            ExitCode.BAD_SETTING,
+            f"data_dir = {data_dir}: {error.strerror or error}",
+            "Give --data-dir a directory that can be made and written to.",
+        ) from error
+
+
 @contextmanager
 def data_lock(data_dir: Path) -> Iterator[None]:
     """Own the data directory while the worker lives. Raises CommandError if another one does."""
     import fcntl  # not on Windows, where serve does not run either
 
-    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (data_dir / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

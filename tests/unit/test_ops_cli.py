@@ -83,6 +83,12 @@ def test_a_bad_setting_ends_with_its_code_and_a_sentence(tmp_path: Path) -> None
     assert "Traceback" not in result.stderr
 
 
+def test_a_data_directory_that_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
+    result = tokenbus("serve", "--model", "fake", "--data-dir", "/dev/null/x", cwd=tmp_path)
+    assert result.returncode == ExitCode.BAD_SETTING
+    assert result.stderr.startswith("error: data_dir = /dev/null/x: ")
+
+
 def test_an_error_is_json_for_programs(tmp_path: Path) -> None:
     result = tokenbus("model", "inspect", "absent.gguf", "--json", cwd=tmp_path)
     assert result.returncode == ExitCode.MODEL_UNAVAILABLE
