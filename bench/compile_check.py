@@ -26,7 +26,7 @@ from engine.gpu.buffers import new_shared_buffers
 from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.decoder import DecodeWork, GpuDecoder, PromptWork
 from engine.gpu.kv_memory import new_kv_memory
-from engine.gpu.linear import Linears
+from engine.gpu.linear import Linears, max_fused_rows
 from engine.gpu.memory import StepLimits
 from engine.gpu.prompt_graph import PromptGraph
 from engine.gpu.row_tables import RowTables, SampleKind
@@ -52,7 +52,7 @@ def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: li
     decoder = GpuDecoder(
         spec, weights, new_kv_memory(spec, 64, LIMITS.block_size, dtype, META),
         tables.block_table, tables.token_table,
-        Linears(deterministic, new_gemm_workspace(META)),
+        Linears(deterministic, new_gemm_workspace(META), max_fused_rows(spec.hidden_size)),
     )  # fmt: skip
     buffers = new_shared_buffers(spec, LIMITS, dtype, META, deterministic)
     slots = StepSlots(4096, LIMITS.max_num_seqs, META)

@@ -132,7 +132,6 @@ def all_parts(s: Setting) -> list[Part]:
     rival = ["--out", str(s.results), "--device", s.device]
     if s.is_dry:
         rival += ["--batches", "1", "--input-len", "32", "--output-len", "8"]
-    few = ["--output-len", "64"] if not s.is_dry else []
     kernels = ["--tiny"] if s.is_dry else ["--groups", "decode,fixed", "--seconds", "45"]
     plain = ["--extras", "ttft"]
     most = ["--extras", "ttft", "allocations", "host", "run256"]
@@ -154,7 +153,7 @@ def all_parts(s: Setting) -> list[Part]:
         Part(
             "deterministic",
             130,
-            [engine_command(s, "qwen3-8b", "--extras", *deterministic, *few)],
+            [engine_command(s, "qwen3-8b", "--extras", *deterministic)],
         ),
         Part(
             "rival",

@@ -1,9 +1,11 @@
-"""Tiles of a paged KV cache by tensor descriptors: one head's keys by one instruction."""
+"""Tiles of a paged KV cache: by pointers, or one head's keys by one instruction (a tensor
+descriptor)."""
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -20,3 +22,56 @@ def cache_tiles(cache: torch.Tensor, tile_tokens: int) -> TensorDescriptor:
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     slots = cache.view(num_blocks * block_size, num_kv_heads * head_dim)
     return TensorDescriptor.from_tensor(slots, [tile_tokens, head_dim])
+
+
+@triton.jit
+def load_tile(
+    k_ptr,
+    v_ptr,
+    table_at,
+    block_id,
+    tile,
+    last_position,
+    kv_offset,
+    stride_block,
+    stride_token,
+    dims,
+    MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Keys and values of one tile, zeros beyond last_position where MASKED; block_id: of a tile
+    that lies in one block. TMA: k_ptr and v_ptr are descriptors."""
+    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    key_mask = keys <= last_position
+    if TMA:
+        slot = block_id * BLOCK_SIZE + tile * BLOCK_N % BLOCK_SIZE
+        k = k_ptr.load([slot, kv_offset])
+        v = v_ptr.load([slot, kv_offset])
+        if MASKED:  # nobody's values may be anything, and nothing times NaN is NaN
+            v = tl.where(key_mask[:, None], v, 0.0)
+    else:
+        if BLOCK_SIZE % BLOCK_N == 0:
+            at = block_id.to(tl.int64) * stride_block + kv_offset
+        else:
+            ids = tl.load(table_at + keys // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+            at = ids * stride_block + kv_offset
+        at += (keys % BLOCK_SIZE) * stride_token
+        mask = (dims < D)[None, :]
+        if MASKED:
+            mask = mask & key_mask[:, None]
+        k = tl.load(k_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def block_of(table_at, tile, end_tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block id of a tile that lies in one block; 0 where tiles span several."""
+    block_id = 0
+    if BLOCK_SIZE % BLOCK_N == 0:
+        at = table_at + tile * BLOCK_N // BLOCK_SIZE
+        block_id = tl.load(at, mask=tile < end_tile, other=0)
+    return block_id

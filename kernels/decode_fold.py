@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.cache_tiles import block_of
+
 
 @triton.jit
 def fold(m, l, acc, m_next, l_next, acc_next):
@@ -109,13 +111,9 @@ def fold_tiles(
     m_group, l_group, acc_group = m, l, acc
     # A tile in one block: its id is loaded while the tile before is worked on, so that loads of
     # keys depend on no load of their own turn and can be as far ahead as there are stages.
-    WHOLE: tl.constexpr = BLOCK_SIZE % TILE == 0
-    block_id = tl.load(table_at + tile_begin * TILE // BLOCK_SIZE) if WHOLE else 0
+    block_id = block_of(table_at, tile_begin, tile_end, BLOCK_SIZE, TILE)
     for tile in tl.range(tile_begin, tile_end, num_stages=STAGES):
-        next_block_id = 0
-        if WHOLE:
-            next_at = table_at + (tile + 1) * TILE // BLOCK_SIZE
-            next_block_id = tl.load(next_at, mask=tile + 1 < tile_end, other=0)
+        next_block_id = block_of(table_at, tile + 1, tile_end, BLOCK_SIZE, TILE)
         m_tile, l_tile, acc_tile = _tile(
             q,
             k_ptr,

@@ -137,14 +137,14 @@ def join_kernel(
     max_sum_ptr,
     out_stride,
     NUM_Q: tl.constexpr,
-    HEADS: tl.constexpr,
     ITEMS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Join the partial results of some heads of one row, ITEMS of them at a time."""
+    """Join the partial results of one head of one row, ITEMS of them at a time."""
     entry = tl.program_id(0)
+    head = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
     # As old as the work list: read before the wait (see paged_decode).
@@ -155,28 +155,25 @@ def join_kernel(
     if count > 1:
         items = tl.arange(0, ITEMS)
         dims = tl.arange(0, BLOCK_D)
-        for offset in range(HEADS):
-            head = tl.program_id(1) * HEADS + offset
-            m = float("-inf")
-            l = 0.0
-            acc = tl.zeros([BLOCK_D], tl.float32)
-            for first in range(0, count, ITEMS):
-                here = (first + items < count) & (head < NUM_Q)
-                at = (first_slot + first + items) * NUM_Q + head
-                mask = here[:, None] & (dims < D)[None, :]
-                part = tl.load(acc_ptr + at[:, None] * D + dims[None, :], mask=mask, other=0.0)
-                m_items = tl.load(max_sum_ptr + at * 2, mask=here, other=float("-inf"))
-                l_items = tl.load(max_sum_ptr + at * 2 + 1, mask=here, other=0.0)
-                m_new = tl.maximum(m, tl.max(m_items, axis=0))
-                reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-                weights = tl.exp2(m_items - reference)
-                before = tl.exp2(m - reference)
-                l = l * before + tl.sum(l_items * weights, axis=0)
-                acc = acc * before + tl.sum(part * weights[:, None], axis=0)
-                m = m_new
-            out_at = out_ptr + entry.to(tl.int64) * out_stride + head * D + dims
-            out = (acc / tl.where(head < NUM_Q, l, 1.0)).to(out_ptr.dtype.element_ty)
-            tl.store(out_at, out, mask=(dims < D) & (head < NUM_Q))
+        m = float("-inf")
+        l = 0.0
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for first in range(0, count, ITEMS):
+            here = first + items < count
+            at = (first_slot + first + items) * NUM_Q + head
+            mask = here[:, None] & (dims < D)[None, :]
+            part = tl.load(acc_ptr + at[:, None] * D + dims[None, :], mask=mask, other=0.0)
+            m_items = tl.load(max_sum_ptr + at * 2, mask=here, other=float("-inf"))
+            l_items = tl.load(max_sum_ptr + at * 2 + 1, mask=here, other=0.0)
+            m_new = tl.maximum(m, tl.max(m_items, axis=0))
+            reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weights = tl.exp2(m_items - reference)
+            before = tl.exp2(m - reference)
+            l = l * before + tl.sum(l_items * weights, axis=0)
+            acc = acc * before + tl.sum(part * weights[:, None], axis=0)
+            m = m_new
+        out_at = out_ptr + entry.to(tl.int64) * out_stride + head * D + dims
+        tl.store(out_at, (acc / l).to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
 def join_partials(
@@ -186,21 +183,18 @@ def join_partials(
     in_order: bool,
     options: dict[str, Any],
 ) -> None:
-    """Write the rows of out [B, HQ, D] that have several items; in_order: by the first kernel's own
-    fold."""
+    """Write the rows of out [B, HQ, D] that have several items; in_order, and for many rows: by the
+    first kernel's own fold."""
     num_rows, num_q_heads, head_dim = out.shape
     shape = reduce_shape(num_rows, num_q_heads)
     args = (out, plan.entries, workspace.acc, workspace.max_sum, out.stride(0))
-    sizes = {
-        "NUM_Q": num_q_heads,
-        "HEADS": shape.heads,
-        "D": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-    }
-    grid = (num_rows, triton.cdiv(num_q_heads, shape.heads))
-    if in_order:
-        reduce_kernel[grid](
-            *args, **sizes, UNROLL=shape.unroll, num_warps=shape.num_warps, **options
-        )
+    sizes = {"NUM_Q": num_q_heads, "D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
+    if in_order or shape.heads > 1:
+        reduce_kernel[num_rows, triton.cdiv(num_q_heads, shape.heads)](
+            *args, **sizes, HEADS=shape.heads, UNROLL=shape.unroll, num_warps=shape.num_warps,
+            **options,
+        )  # fmt: skip
     else:
-        join_kernel[grid](*args, **sizes, ITEMS=JOINED_ITEMS, num_warps=1, **options)
+        join_kernel[num_rows, num_q_heads](
+            *args, **sizes, ITEMS=JOINED_ITEMS, num_warps=1, **options
+        )

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cache_tiles import cache_tiles, takes_tiles
+from kernels.cache_tiles import block_of, cache_tiles, load_tile, takes_tiles
 from kernels.paged_decode import LOG2_E, gather_kv
 from kernels.tiles import PrefillTile, prefill_tile
 
@@ -31,59 +31,6 @@ def _find_entry(cu_seqlens_ptr, block, batch_size, BLOCK_Q: tl.constexpr):
         else:
             high = middle
     return low - 1
-
-
-@triton.jit
-def _load_tile(
-    k_ptr,
-    v_ptr,
-    table_at,
-    block_id,
-    tile,
-    last_position,
-    kv_offset,
-    stride_block,
-    stride_token,
-    dims,
-    MASKED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Keys and values of one tile, zeros beyond last_position where MASKED; block_id: of a tile
-    that lies in one block. TMA: k_ptr and v_ptr are descriptors."""
-    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    key_mask = keys <= last_position
-    if TMA:
-        slot = block_id * BLOCK_SIZE + tile * BLOCK_N % BLOCK_SIZE
-        k = k_ptr.load([slot, kv_offset])
-        v = v_ptr.load([slot, kv_offset])
-        if MASKED:  # nobody's values may be anything, and nothing times NaN is NaN
-            v = tl.where(key_mask[:, None], v, 0.0)
-    else:
-        if BLOCK_SIZE % BLOCK_N == 0:
-            at = block_id.to(tl.int64) * stride_block + kv_offset
-        else:
-            ids = tl.load(table_at + keys // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
-            at = ids * stride_block + kv_offset
-        at += (keys % BLOCK_SIZE) * stride_token
-        mask = (dims < D)[None, :]
-        if MASKED:
-            mask = mask & key_mask[:, None]
-        k = tl.load(k_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
-        v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
-    return k, v
-
-
-@triton.jit
-def _block_of(table_at, tile, end_tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Block id of a tile that lies in one block; 0 where tiles span several."""
-    block_id = 0
-    if BLOCK_SIZE % BLOCK_N == 0:
-        at = table_at + tile * BLOCK_N // BLOCK_SIZE
-        block_id = tl.load(at, mask=tile < end_tile, other=0)
-    return block_id
 
 
 # Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
@@ -158,10 +105,10 @@ def _prefill_kernel(
     full_end = tl.maximum(full_end, first_tile)
     # Ids are loaded a turn ahead: loads of keys depend on no load of their own turn and can be as
     # far ahead as there are stages.
-    block_id = _block_of(table_at, first_tile, end_tile, BLOCK_SIZE, BLOCK_N)
+    block_id = block_of(table_at, first_tile, end_tile, BLOCK_SIZE, BLOCK_N)
     for tile in tl.range(first_tile, full_end, num_stages=STAGES):
-        next_block_id = _block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
-        k, v = _load_tile(
+        next_block_id = block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
+        k, v = load_tile(
             k_ptr, v_ptr, table_at, block_id, tile, last_position, kv_head * D,
             stride_block, stride_token, dims, False, BLOCK_SIZE, BLOCK_N, D, TMA,
         )  # fmt: skip
@@ -175,8 +122,8 @@ def _prefill_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=DOT_PRECISION)
         m = m_new
     for tile in tl.range(full_end, end_tile, num_stages=STAGES):
-        next_block_id = _block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
-        k, v = _load_tile(
+        next_block_id = block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
+        k, v = load_tile(
             k_ptr, v_ptr, table_at, block_id, tile, last_position, kv_head * D,
             stride_block, stride_token, dims, True, BLOCK_SIZE, BLOCK_N, D, TMA,
         )  # fmt: skip

@@ -19,8 +19,7 @@ from kernels.activation import silu_mul_values
 from kernels.gemv import PROLOGUE_NONE, PROLOGUE_NORM, PROLOGUE_SILU, gemv
 from kernels.norm import rms_norm
 from kernels.pdl import pdl_options, prefetch_l2
-from kernels.preloaded_gemm import preloaded_linear
-from kernels.tiles import PreloadedTile, SmallGemmTile, preloaded_tile, small_gemm_tile
+from kernels.tiles import SmallGemmTile, small_gemm_tile
 
 MAX_SMALL_M = 64
 WORKSPACE_FLOATS = 1 << 22
@@ -177,7 +176,7 @@ def small_linear(
     glu: bool = False,
     residual: torch.Tensor | None = None,
     pdl: bool = True,
-    tile: SmallGemmTile | PreloadedTile | None = None,
+    tile: SmallGemmTile | None = None,
 ) -> None:
     """out = f(x) W^T + bias + residual, for at most MAX_SMALL_M rows; glu: silu(f(x) Wg^T) * f(x)
     Wu^T.
@@ -213,14 +212,6 @@ def small_linear(
         raise ValueError("small_linear has no bias with glu")
     if glu:
         num_rows //= 2
-    if tile is None and not silu:
-        tile = preloaded_tile(num_tokens, num_rows, k, x.element_size())
-    if isinstance(tile, PreloadedTile):
-        preloaded_linear(
-            out, x, weight, tile, bias=bias, norm_weight=norm_weight, eps=eps, glu=glu,
-            residual=residual, pdl=pdl,
-        )  # fmt: skip
-        return
     if num_tokens == 1 and tile is None:
         gemv(
             out, x, weight, bias=bias, norm_weight=norm_weight, eps=eps,

@@ -57,10 +57,9 @@ _DECODE_TILES: dict[tuple[int, int], DecodeTile] = {
 }
 
 _FEW_ROWS_TILES: dict[tuple[int, int], tuple[tuple[int, DecodeTile], ...]] = {
-    # (head_dim, element bytes): (most rows, tile), .... One or two rows have fewer items than
-    # there are processors: what counts is how soon one item is done.
+    # (head_dim, element bytes): (most rows, tile), .... Few rows have fewer items than there are
+    # processors: what counts is how soon one item is done, whatever its length.
     (64, 2): ((16, DecodeTile(64, 4, 6, 1)),),
-    (128, 2): ((2, DecodeTile(128, 8, 1, 1)),),
 }
 
 
@@ -100,7 +99,7 @@ class PrefillTile:
 _PREFILL_TILES: dict[tuple[int, int], PrefillTile] = {
     (64, 2): PrefillTile(128, 64, 8, 2),
     (96, 2): PrefillTile(128, 64, 8, 2),
-    (128, 2): PrefillTile(128, 64, 4, 2),
+    (128, 2): PrefillTile(128, 64, 8, 3, tma=True),
     (256, 2): PrefillTile(64, 32, 4, 2),
 }
 
@@ -215,34 +214,6 @@ def small_gemm_tile(m: int, n: int, k: int, element_bytes: int = 2) -> SmallGemm
     block_k = min(block_k, max(16, _power_of_2_up(k)))
     split_k = 4 if n <= 1024 and k >= 2048 else 2 if n <= 2048 and k >= 1024 else 1
     return SmallGemmTile(block_n, block_k, split_k, 2 if block_n == 16 else 4, 4)
-
-
-@dataclass(frozen=True, slots=True)
-class PreloadedTile:
-    """GEMM with its weights in registers: outputs per program, warps (parts of K side by side)."""
-
-    block_n: int
-    num_warps: int
-
-
-_PRELOADED_TILES: dict[tuple[int, int], PreloadedTile] = {
-    # (N, K)
-    (576, 576): PreloadedTile(8, 8),
-    (960, 576): PreloadedTile(8, 8),
-    (576, 1536): PreloadedTile(8, 8),
-    (1536, 576): PreloadedTile(8, 8),
-    (1024, 2048): PreloadedTile(8, 8),
-    (1024, 3072): PreloadedTile(8, 16),
-    (3072, 1024): PreloadedTile(16, 8),
-    (4096, 1024): PreloadedTile(16, 8),
-}
-
-
-def preloaded_tile(m: int, n: int, k: int, element_bytes: int = 2) -> PreloadedTile | None:
-    """Tile of preloaded_linear for m rows and a weight [n, k]; None where it is not the fastest."""
-    if element_bytes != 2 or not 1 < m <= 16:
-        return None
-    return _PRELOADED_TILES.get((n, k))
 
 
 def use_small_gemm(m: int, n: int, k: int) -> bool:

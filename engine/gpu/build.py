@@ -15,7 +15,7 @@ from engine.gpu.buffers import new_shared_buffers
 from engine.gpu.decoder import GpuDecoder
 from engine.gpu.graph_cache import GraphCache, decode_sizes
 from engine.gpu.kv_memory import new_kv_memory
-from engine.gpu.linear import Linears
+from engine.gpu.linear import Linears, max_fused_rows
 from engine.gpu.memory import MemoryPlan, StepLimits, plan_memory
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.runner import GpuRunner
@@ -83,7 +83,7 @@ def _assemble(
         cache,
         tables.block_table,
         tables.token_table,
-        Linears(config.deterministic, new_gemm_workspace(device)),
+        Linears(config.deterministic, new_gemm_workspace(device), max_fused_rows(spec.hidden_size)),
     )
     buffers = new_shared_buffers(spec, limits, dtype, device, config.deterministic)
     graphs = GraphCache(decoder, tables, buffers, limits)

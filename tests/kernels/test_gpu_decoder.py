@@ -45,7 +45,7 @@ PLAIN = SampleKind.PLAIN
 class Fixture:
     """A tiny model in transformers and in the GPU decoder, over one small cache."""
 
-    def __init__(self, directory, config, deterministic: bool) -> None:
+    def __init__(self, directory, config, deterministic=False, fused_rows=64) -> None:
         torch.manual_seed(0)
         self.reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.reference.save_pretrained(directory)
@@ -57,7 +57,7 @@ class Fixture:
         cache.v.fill_(float("nan"))
         self.decoder = GpuDecoder(
             self.spec, loaded.weights, cache, self.tables.block_table, self.tables.token_table,
-            Linears(deterministic, new_gemm_workspace(DEVICE)),
+            Linears(deterministic, new_gemm_workspace(DEVICE), fused_rows),
         )  # fmt: skip
         self.buffers: SharedBuffers = new_shared_buffers(self.spec, LIMITS, torch.float32, DEVICE)
         self.packed = PackedSteps(self.decoder, self.tables, self.buffers, LIMITS)
@@ -89,13 +89,18 @@ def _plan(step_id, blocks, rows, computed, new, *, sample) -> StepPlan:
 
 
 @pytest.mark.parametrize(
-    ("family", "deterministic"),
-    [*((family, False) for family in FAMILIES), ("qwen3", True)],
+    ("family", "products"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("qwen3", {"deterministic": True}),
+        ("qwen3", {"fused_rows": 1}),  # wide: fixed tiles between this and 64 rows
+    ],
+    ids=str,
 )
 def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
-    tmp_path, family: str, deterministic: bool
+    tmp_path, family: str, products: dict[str, int]
 ) -> None:
-    f = Fixture(tmp_path, FAMILIES[family], deterministic)
+    f = Fixture(tmp_path, FAMILIES[family], **products)
     rng = np.random.default_rng(1)
     a, b = (rng.integers(0, 131, n).astype(np.int32) for n in (37, 18))
     for row, ids in ((2, a), (0, b)):
@@ -126,7 +131,7 @@ def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
 
 
 def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path) -> None:
-    f = Fixture(tmp_path, FAMILIES["qwen3"], deterministic=False)
+    f = Fixture(tmp_path, FAMILIES["qwen3"])
     rng = np.random.default_rng(2)
     a, b = (rng.integers(0, 131, n).astype(np.int32) for n in (21, 9))
     f.tables.take_over(
@@ -148,7 +153,7 @@ def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path
 
 
 def test_warming_up_the_packed_step_reads_and_writes_no_row(tmp_path) -> None:
-    f = Fixture(tmp_path, FAMILIES["qwen3"], deterministic=False)
+    f = Fixture(tmp_path, FAMILIES["qwen3"])
     before = f.tables.token_table.clone()
     f.buffers.out_tokens.fill_(-7)
     assert len(list(f.packed.warm_ups())) > 3

@@ -11,7 +11,7 @@ import torch
 from kernels.fixed_gemm import fixed_linear, fixed_linear_ref
 from kernels.fixed_tiles import SPLIT_UNIT, FixedGemmTile, default_tile, m_bucket, read_table
 from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_ref
-from kernels.tiles import PreloadedTile, SmallGemmTile, preloaded_tile
+from kernels.tiles import SmallGemmTile
 from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
 
 FUSIONS = ["plain", "norm", "silu", "bias+residual", "norm+bias", "norm+glu"]
@@ -61,25 +61,6 @@ def test_split_k_adds_every_part_once_and_leaves_the_counters_at_zero(fusion, sp
         expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
         assert relative_error(out, expected) < TOLERANCE[dtype]
         assert not workspace.arrivals.any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fusion", [f for f in FUSIONS if f != "silu"])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 70, 96), (3, 33, 576), (16, 16, 64), (16, 9, 200)])
-def test_weights_may_be_read_whole_before_the_wait(dtype, fusion, m, n, k) -> None:
-    x, weight, options = arguments(m, n, k, fusion, dtype)
-    workspace = new_gemm_workspace(torch.device(DEVICE))
-    for tile in (PreloadedTile(8, 4), PreloadedTile(16, 8)):
-        out = poisoned(m, n, dtype=dtype)
-        small_linear(out, x, weight, workspace, **options, tile=tile)
-        expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
-        assert relative_error(out, expected) < TOLERANCE[dtype]
-
-
-def test_shapes_of_small_models_are_read_whole_for_2_to_16_rows_of_two_bytes() -> None:
-    assert preloaded_tile(8, 576, 576) is not None
-    for m, n, element_bytes in ((1, 576, 2), (17, 576, 2), (8, 576, 4), (8, 577, 2)):
-        assert preloaded_tile(m, n, 576, element_bytes) is None
 
 
 @pytest.mark.parametrize("m", [1, 5])
