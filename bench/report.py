@@ -56,6 +56,12 @@ FLOORS: dict[str, float] = {
 }
 
 
+def _command() -> str:
+    """How this process was started; of absolute paths, which mean nothing elsewhere, the names."""
+    args = (Path(arg).name if arg.startswith("/") else arg for arg in sys.orig_argv[1:])
+    return shlex.join(["python", *args])
+
+
 def machine() -> str:
     """The GPU, or the processor where there is none."""
     name = versions()["machine"]
@@ -79,7 +85,7 @@ class ResultFile:
             "unit": unit,
             "target": TARGETS.get(what),
             "floor": FLOORS.get(what) if floor is None else floor,
-            "command": shlex.join(["python", *sys.orig_argv[1:]]),
+            "command": _command(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
