@@ -1,7 +1,8 @@
 """What needs no GPU, as result lines: ring, bus, scheduler and the CPU engine beside its rivals.
 
     python -m bench.host_results OUT.jsonl [--parts ring bus scheduler cpu] [--repeats 3]
-        [--llama-python PYTHON] [--celery-python PYTHON] [--bullmq-dir NODE_MODULES]
+        [--batches 1 8 16] [--llama-python PYTHON] [--celery-python PYTHON]
+        [--bullmq-dir NODE_MODULES]
 
 Each part is the bench command of the same name in a process of its own; the median of its repeats
 counts (of the CPU engine, its own best rounds). Meant for a machine with nothing else to do: the
@@ -69,7 +70,7 @@ def numbers_of(part: str, args: argparse.Namespace) -> dict[str, float]:
     else:
         rivals = ["--llama-python", args.llama_python] if args.llama_python else []
         repeats = str(args.repeats)
-        sizes = ("1", "8", "16")
+        sizes = [str(batch) for batch in args.batches]
         line = run("ops.bench.engine_cpu", "--repeats", repeats, "--batches", *sizes, *rivals)
     return {what: float(line[what]) for what in _UNITS if what in line} | _beside(line)
 
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16], help="of part cpu")
     parser.add_argument("--llama-python", default="")
     parser.add_argument("--celery-python", default="")
     parser.add_argument("--bullmq-dir", default="")
