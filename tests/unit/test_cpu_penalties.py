@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,7 +75,7 @@ def test_logits_are_those_of_the_definition_step_after_step(settings: Sampling) 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_penalties_come_before_the_choice_greedy_or_not(temperature: float) -> None:
-    settings = replace(SETTINGS["all"], temperature=temperature, seed=4)
+    settings = SETTINGS["all"]._replace(temperature=temperature, seed=4)
     raw = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 4
     position = len(PROMPT) + len(OUTPUT)
     expected = torch.from_numpy(expected_logits(raw[0].numpy(), PROMPT, OUTPUT, settings))
