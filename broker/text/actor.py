@@ -14,7 +14,7 @@ from broker.config import BrokerConfig
 from broker.link_messages import EngineGone, EngineProgress, EngineUp
 from broker.messages import Prepare, PrepareFailed
 from broker.text.model import TextModel
-from broker.text.prepare import Limits, check_model, encode_prompt, prompt_size, resolve
+from broker.text.prepare import Limits, check_names, encode_prompt, prompt_size, resolve
 from tokenbus.errors import Busy, Internal, TokenbusError
 
 INLINE_CHARS = 8_192  # about 1 ms of tokenizing
@@ -29,6 +29,7 @@ class TextActor(Actor):
         super().__init__(system, "text", capacity=16_384, overflow=Overflow.REFUSE)
         self._model = model
         self._model_name = config.model_name
+        self._queue = config.queue
         self._limits = Limits(
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
@@ -79,7 +80,7 @@ class TextActor(Actor):
     def _try_encode(self, message: Prepare) -> object:
         """Prompt ids, or the TokenbusError that the job ends in."""
         try:
-            check_model(message.request, self._model_name)
+            check_names(message.request, self._model_name, self._queue)
             return encode_prompt(message.request, self._model)
         except TokenbusError as error:
             return error

@@ -13,7 +13,7 @@ import numpy as np
 from broker.messages import IntArray, Prepared
 from broker.ring.records import Sampling
 from broker.text.model import TextModel
-from tokenbus.errors import InvalidField, TooLong, UnknownModel, Unsupported
+from tokenbus.errors import InvalidField, TooLong, UnknownModel, UnknownQueue, Unsupported
 from tokenbus.request import JobRequest, SamplingParams
 
 FEW_IDS = 64  # so many are looked at sooner one by one than by numpy
@@ -85,11 +85,14 @@ def resolve(
     )
 
 
-def check_model(request: JobRequest, model_name: str) -> None:
-    """Raises UnknownModel if the request names another model."""
+def check_names(request: JobRequest, model_name: str, queue: str) -> None:
+    """Raises UnknownModel or UnknownQueue if the request names another model or queue."""
     if request.model is not None and request.model != model_name:
         message = f"model: {request.model!r} is not served here, {model_name!r} is"
         raise UnknownModel(message, field="model")
+    if request.queue is not None and request.queue != queue:
+        message = f"queue: {request.queue!r} is not served here, {queue!r} is"
+        raise UnknownQueue(message, field="queue")
 
 
 def prompt_field(request: JobRequest) -> str:

@@ -162,6 +162,8 @@ BAD_SUBMITS: list[tuple[str, dict[str, Any], str, str]] = [
         "stop_token_ids[0]",
     ),
     ("unknown model", {"prompt": "a", "model": "gpt-9"}, "unknown_model", "model"),
+    ("unknown queue", {"prompt": "a", "queue": "nightly"}, "unknown_queue", "queue"),
+    ("bad queue", {"prompt": "a", "queue": "a b"}, "invalid", "queue"),
     ("unknown priority", {"prompt": "a", "priority": "urgent"}, "invalid", "priority"),
     ("a penalty of 0", {"prompt": "a", "repetition_penalty": 0}, "invalid", "repetition_penalty"),
     ("a penalty over 2", {"prompt": "a", "presence_penalty": 2.5}, "invalid", "presence_penalty"),

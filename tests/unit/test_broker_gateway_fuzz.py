@@ -28,7 +28,7 @@ from tokenbus.protocol import MessageType, encode_trusted
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
 KNOWN_CODES = {
     "invalid", "bad_frame", "version", "unsupported", "too_large", "too_long", "unknown_model",
-    "not_found", "conflict", "gone", "busy", "no_session",
+    "unknown_queue", "not_found", "conflict", "gone", "busy", "no_session",
 }  # fmt: skip
 
 

@@ -24,9 +24,16 @@ from broker.text.detokenizer import Detokenizer
 from broker.text.gguf_metadata import read_metadata
 from broker.text.gguf_tokenizer import tokenizer_from_gguf
 from broker.text.model import Defaults, TextModel, load_text_model
-from broker.text.prepare import Limits, check_model, encode_prompt, resolve
+from broker.text.prepare import Limits, check_names, encode_prompt, resolve
 from broker.text.vocabulary import byte_to_char, vocabulary_of
-from tokenbus.errors import InvalidField, TokenbusError, TooLong, UnknownModel, Unsupported
+from tokenbus.errors import (
+    InvalidField,
+    TokenbusError,
+    TooLong,
+    UnknownModel,
+    UnknownQueue,
+    Unsupported,
+)
 from tokenbus.request import JobRequest, SamplingParams
 
 CACHE = Path(os.environ.get("TOKENBUS_CACHE", Path.home() / ".cache" / "tokenbus"))
@@ -342,11 +349,15 @@ def test_a_repetition_penalty_too_small_for_float32_is_the_smallest_that_keeps_l
     assert np.isfinite(np.float32(100.0) / np.float32(penalty) / np.float32(1e-5))
 
 
-def test_another_models_name_is_refused() -> None:
-    check_model(job(model="fake"), "fake")
+def test_the_name_of_another_model_or_queue_is_refused() -> None:
+    check_names(job(), "fake", "default")
+    check_names(job(model="fake", queue="default"), "fake", "default")
     with pytest.raises(UnknownModel) as caught:
-        check_model(job(model="other"), "fake")
+        check_names(job(model="other"), "fake", "default")
     assert caught.value.field == "model"
+    with pytest.raises(UnknownQueue, match="'nightly' is not served here, 'default' is") as other:
+        check_names(job(queue="nightly"), "fake", "default")
+    assert other.value.field == "queue"
 
 
 # ------------------------------------------------------------ the actor

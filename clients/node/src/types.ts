@@ -32,6 +32,7 @@ export interface JobOptions {
   idempotencyKey?: string;
   durable?: boolean;
   model?: string;
+  queue?: string;
 }
 
 export interface Token {
@@ -93,6 +94,7 @@ const NAMES: Record<keyof JobOptions, string> = {
   frequencyPenalty: "frequency_penalty", seed: "seed", stop: "stop", stopTokenIds: "stop_token_ids",
   ignoreEos: "ignore_eos", priority: "priority", deadlineMs: "deadline_ms", tenant: "tenant",
   idempotencyKey: "idempotency_key", durable: "durable", model: "model",
+  queue: "queue",
 };
 
 /** Options with the wire's field names, those that say nothing left out. Throws TypeError for an unknown one. */

@@ -47,6 +47,7 @@ class JobOptions(TypedDict, total=False):
     idempotency_key: str
     durable: bool
     model: str
+    queue: str
     have: list[int]
 
 

@@ -31,6 +31,7 @@ PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 _JOB_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 _TENANT = re.compile(r"[A-Za-z0-9._:-]{0,64}\Z")
 _IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,128}\Z")
+_QUEUE = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _MODEL = re.compile(r"[!-~]{1,256}\Z")
 
 
@@ -129,6 +130,11 @@ def read_idempotency_key(path: str, value: object) -> str:
 def read_model(path: str, value: object) -> str:
     """A model name."""
     return read_matching(path, value, _MODEL, "1-256 printable ASCII characters")
+
+
+def read_queue(path: str, value: object) -> str:
+    """A queue's name."""
+    return read_matching(path, value, _QUEUE, "1-64 characters of [A-Za-z0-9._-]")
 
 
 def read_priority(path: str, value: object) -> Priority:

@@ -57,6 +57,7 @@ JOB_FIELDS: dict[str, Reader] = {
     "idempotency_key": f.read_idempotency_key,
     "durable": f.read_bool,
     "model": f.read_model,
+    "queue": f.read_queue,
     "have": lambda path, value: f.read_token_ids(path, value, f.MAX_IDS, allow_empty=True),
 }
 

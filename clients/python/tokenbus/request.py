@@ -46,8 +46,9 @@ class JobRequest:
 
     job: the caller's id, 1-128 characters of [A-Za-z0-9._:-]. deadline_ms: remaining time from
     receipt (ZeroMQ) or from the entry's server time (Redis). model: None accepts whatever the queue
-    serves. have: output ids of a lost attempt that the caller already holds (seqs 1..n); the run
-    continues at seq n + 1 and needs the same seed again.
+    serves. queue: None accepts whichever this is, a name must be its own. have: output ids of a
+    lost attempt that the caller already holds (seqs 1..n); the run continues at seq n + 1 and needs
+    the same seed again.
     """
 
     job: str
@@ -61,4 +62,5 @@ class JobRequest:
     idempotency_key: str | None = None
     durable: bool = False
     model: str | None = None
+    queue: str | None = None
     have: tuple[int, ...] = ()
