@@ -137,6 +137,31 @@ async def test_jobs_of_a_worker_come_out_whole(site: Site) -> None:
     site.audit(jobs, 30)
 
 
+REFUSED = [
+    ({"input_ids": "[1, 512]"}, "invalid", "input_ids[1]"),
+    ({"input_ids": json.dumps([1] * 100_000)}, "too_long", "input_ids"),
+    ({"prompt": "a", "stop_token_ids": "[9999]"}, "invalid", "stop_token_ids[0]"),
+    ({"prompt": "a", "temperature": "nan"}, "invalid", "temperature"),
+    ({"prompt": "a", "model": "gpt-9"}, "unknown_model", "model"),
+    ({"prompt": "a", "queue": "nightly"}, "unknown_queue", "queue"),
+]
+
+
+async def test_what_only_the_model_or_the_worker_can_refuse_costs_only_its_own_job(
+    site: Site,
+) -> None:
+    await site.worker()
+    good = site.submit(2, 60)
+    bad = [str(site.client.xadd(site.keys.jobs(), fields)) for fields, _, _ in REFUSED]
+    good += site.submit(2, 60)
+    await until(lambda: all(map(site.is_over, good + bad)), 20)
+    for job, (fields, code, field) in zip(bad, REFUSED, strict=True):
+        error = site.last(job)
+        assert (error["event"], error["code"], error.get("field")) == ("error", code, field), fields
+    site.audit(good[:2], 60)
+    site.audit(good[2:], 60)
+
+
 async def test_a_killed_engine_is_a_pause_and_no_new_attempt(site: Site) -> None:
     worker = await site.worker()
     jobs = site.submit(10, 60)
