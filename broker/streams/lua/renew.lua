@@ -4,7 +4,7 @@
 -- KEYS 1 jobs stream, then for each entry: job hash, reply stream
 -- ARGV 1 group  2 worker  3 TTL while unfinished, ms
 --      4... for each entry: entry id, attempt ('' before the fence)
--- Returns for each entry: 1 kept, 0 lost, 2 the entry is gone, but the attempt is still the last.
+-- Returns for each entry: 1 kept, 0 lost, 2 the entry is gone, but nobody else is known to have its job.
 local result = {}
 for i = 1, (#ARGV - 3) / 2 do
   local entry, attempt = ARGV[2 * i + 2], ARGV[2 * i + 3]
@@ -13,7 +13,9 @@ for i = 1, (#ARGV - 3) / 2 do
   if owner == ARGV[2] then
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry, 'JUSTID')
     result[i] = 1
-  elseif not owner and attempt ~= '' then
+  elseif not owner and attempt == '' then
+    result[i] = 2  -- perhaps ended by a command of ours whose answer was lost: the fence will say
+  elseif not owner then
     -- deleted while it ran, or all of Redis was emptied: then nobody else knows the job either
     local h = redis.pcall('HMGET', job, 'attempt', 'state')
     local is_ours = h[1] == attempt and h[2] == 'running'
