@@ -51,6 +51,9 @@ log = structlog.get_logger("broker.gateway")
 
 UNBLOCK_PERIOD_S = 0.005
 
+CHECKED_LATER = frozenset({MessageType.SUBMIT})
+"""Every value of a job that is used is checked by its field's reader, whose error names the job."""
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayCounts:
@@ -146,7 +149,7 @@ class GatewayActor(Actor):
         if now_s < peer.muted_until_s:
             return
         try:
-            message = decode(frames, self._limits)
+            message = decode(frames, self._limits, CHECKED_LATER)
         except (BadFrame, VersionMismatch, TooLarge, Unsupported) as error:
             self._on_bad_frame(peer, error, now_s)
             return
