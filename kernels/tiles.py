@@ -216,17 +216,5 @@ def small_gemm_tile(m: int, n: int, k: int, element_bytes: int = 2) -> SmallGemm
     return SmallGemmTile(block_n, block_k, split_k, 2 if block_n == 16 else 4, 4)
 
 
-def use_small_gemm(m: int, n: int, k: int) -> bool:
-    """Whether small_linear beats cuBLAS and separate neighbours for m rows and a weight [n, k].
-
-    Chains of whole layers on one H200, ours with norm, activation and residual against cuBLAS's
-    GEMMs
-    alone: Qwen3-0.6B 362 / 657 / 626 us at M = 1 / 8 / 64 against 882 / 689 / 732; Qwen3-8B (12
-        layers)
-    1,108 / 1,279 / 1,371 against 1,288 / 1,359 / 1,327, where the separate neighbours cost 60 more.
-    """
-    return m <= 64 and n * k > 0
-
-
 def _power_of_2_up(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()

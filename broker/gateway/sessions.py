@@ -28,14 +28,12 @@ class Peer:
     """One connection."""
 
     __slots__ = ("_strikes", "client", "is_blocked", "last_heard_s", "muted_until_s",
-                 "num_refusals", "num_skips", "pending", "ping_sent_s",
-                 "routing_id")  # fmt: skip
+                 "num_refusals", "num_skips", "pending", "routing_id")  # fmt: skip
 
     def __init__(self, routing_id: bytes, now_s: float) -> None:
         self.routing_id = routing_id
         self.client: Client | None = None
         self.last_heard_s = now_s
-        self.ping_sent_s = now_s
         self.muted_until_s = 0.0
         self.is_blocked = False  # its queue was full at the last send
         self.num_refusals = 0  # tries in a row that found it still full

@@ -208,8 +208,13 @@ def test_a_path_too_long_for_a_socket_says_what_to_do(tmp_path: Path) -> None:
 def test_the_longest_path_allowed_works(tmp_path: Path) -> None:
     name = "l" * (107 - len(os.fsencode(tmp_path)) - 1)
     listener = LinkListener(tmp_path / name, RING_BYTES)
-    for link in join_pair(listener):
-        link.close()
+    assert len(os.fsencode(tmp_path / name)) == 107
+    broker, engine = join_pair(listener)
+    assert broker.peer_pid == os.getpid()
+    assert not engine.is_peer_gone()
+    broker.close()
+    assert engine.is_peer_gone()
+    engine.close()
     listener.close()
 
 
