@@ -52,14 +52,19 @@ class Workload:
 
 @dataclass
 class Recorder:
-    """A request source that releases submits on time and a sink that notes when tokens came."""
+    """A request source that releases submits on time and a sink that notes when tokens came.
+
+    While a run goes on only what is asked for meanwhile is counted: the runs that have a first
+    token, and those that ended. The rest is taken apart afterwards, so that the sink's share of a
+    step is as small as that of the ring.
+    """
 
     due: deque[tuple[int, Submit]] = field(default_factory=deque)  # monotonic ns
     sent_ns: dict[int, int] = field(default_factory=dict)
-    token_ns: dict[int, list[int]] = field(default_factory=dict)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
+    num_started: int = 0
     num_finished: int = 0
     stats: deque[bytes] = field(default_factory=deque)
+    _steps: list[tuple[int, bytes]] = field(default_factory=list)  # monotonic ns, STEP record
 
     def read(self, max_records: int) -> list[tuple[int, bytes]]:
         """Submits that are due."""
@@ -90,16 +95,28 @@ class Recorder:
     def wait_room(self, payload_bytes: int, timeout_s: float) -> None:
         """Never full."""
 
+    def token_ns(self) -> dict[int, npt.NDArray[np.int64]]:
+        """When the tokens of each run came, monotonic ns, int64 [tokens], by rid."""
+        if not self._steps:
+            return {}
+        rids = [decode_step(payload).rids for _, payload in self._steps]
+        came_ns = np.repeat([ns for ns, _ in self._steps], [len(column) for column in rids])
+        columns = np.concatenate(rids)
+        order = np.argsort(columns, kind="stable")
+        found, begins = np.unique(columns[order], return_index=True)
+        series = np.split(came_ns[order], begins[1:])
+        return dict(zip(found.tolist(), series, strict=True))
+
     def _note_step(self, payload: bytes) -> None:
+        self._steps.append((time.monotonic_ns(), payload))
         step = decode_step(payload)
-        now_ns = time.monotonic_ns()
-        columns = (step.rids.tolist(), step.token_ids.tolist(), step.finish.tolist())
-        for rid, token, finish in zip(*columns, strict=True):
+        self.num_started += len(step.started_rids)
+        ended = step.finish.nonzero()[0]
+        self.num_finished += len(ended)
+        for index in ended.tolist():
+            finish = Finish(step.finish[index])
             if finish in (Finish.ERROR, Finish.ABORTED):
-                raise RuntimeError(f"run {rid} ended with {Finish(finish).name}")
-            self.token_ns.setdefault(rid, []).append(now_ns)
-            self.tokens.setdefault(rid, []).append(token)
-            self.num_finished += finish != Finish.NOT_FINISHED
+                raise RuntimeError(f"run {step.rids[index]} ended with {finish.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +152,9 @@ def drive(loop: EngineLoop, load: Workload, first_rid: int = 1) -> tuple[RunTime
 
 
 def _times(recorder: Recorder, load: Workload, begin_ns: int, end_ns: int) -> RunTimes:
-    ttft = np.array([recorder.token_ns[rid][0] - at for rid, at in recorder.sent_ns.items()]) / 1e6
-    series = [np.array(ns) for ns in recorder.token_ns.values()]
+    token_ns = recorder.token_ns()
+    ttft = np.array([token_ns[rid][0] - at for rid, at in recorder.sent_ns.items()]) / 1e6
+    series = list(token_ns.values())
     gaps = np.concatenate([np.diff(ns) for ns in series]) / 1e6
     num_tokens = sum(len(ns) for ns in series)
     prefill_s = (max(int(ns[0]) for ns in series) - begin_ns) / 1e9

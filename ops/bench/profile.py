@@ -83,7 +83,7 @@ def started(loop: EngineLoop, load: Workload, skips_prompts: bool = True) -> Rec
     """Submit a workload; with skips_prompts step until every run has its first token."""
     recorder = Recorder()
     recorder.due.extend((0, submit) for submit in load.submits(1))
-    while skips_prompts and len(recorder.tokens) < load.num_requests:
+    while skips_prompts and recorder.num_started < load.num_requests:
         loop.step(recorder, recorder)
     return recorder
 
