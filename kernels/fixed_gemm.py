@@ -4,6 +4,8 @@ For the deterministic mode. K is cut into parts by the weight's shape alone; wit
 is summed by the same matrix instruction in the same steps, and the parts are added in order. Where
 a part is summed (one program after the other parts, or a program of its own, whose partial tile the
 last one to arrive adds up) changes nothing. Programs of a group share weight tiles through L2.
+With `glu` a program sums the tile of the gate and that of the up projection side by side, each in
+this order, and writes silu(gate) * up only.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def _fixed_gemm_kernel(
     TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    GLU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -68,29 +71,33 @@ def _fixed_gemm_kernel(
             rows = tl.minimum(first_n * BLOCK_N + tl.arange(0, BLOCK_N), num_rows - 1).to(tl.int64)
             lines = tl.program_id(1) * SPLIT_LEN + tl.arange(0, PREFETCH_LINES) * LINE
             lines = tl.minimum(lines, K - 1)
-            prefetch_l2(weight_ptr + rows[:, None] * weight_stride + lines[None, :])
+            line_at = weight_ptr + rows[:, None] * weight_stride + lines[None, :]
+            prefetch_l2(line_at)
+            if GLU:
+                prefetch_l2(line_at + num_rows.to(tl.int64) * weight_stride)
         gdc_wait()
     if PERSISTENT:
         num_tiles = tl.cdiv(num_tokens, BLOCK_M) * tl.cdiv(num_rows, BLOCK_N)
         for tile in tl.range(first, num_tiles, tl.num_programs(0), flatten=True):
             tile_m, tile_n = place_tile(tile, num_tokens, num_rows, GROUP, BLOCK_M, BLOCK_N)
-            acc = sum_tile(
+            acc, up_acc = sum_tile(
                 x, weight, tile_m, tile_n, 0, K, num_tokens, num_rows, x_stride, weight_stride,
-                K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA,
+                K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA, GLU,
             )  # fmt: skip
             store_tile(
-                acc, tile_m, tile_n, out_ptr, bias_ptr, residual_ptr, num_tokens, num_rows,
-                out_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
+                acc, up_acc, tile_m, tile_n, out_ptr, bias_ptr, residual_ptr,
+                num_tokens, num_rows, out_stride, residual_stride,
+                HAS_BIAS, HAS_RESIDUAL, GLU, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         return
     tile_m, tile_n = place_tile(first, num_tokens, num_rows, GROUP, BLOCK_M, BLOCK_N)
     is_final = True
     if PARALLEL:
         begin = tl.program_id(1) * SPLIT_LEN
-        acc = sum_tile(
+        acc, up_acc = sum_tile(
             x, weight, tile_m, tile_n, begin, min(begin + SPLIT_LEN, K),
             num_tokens, num_rows, x_stride, weight_stride,
-            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA,
+            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA, GLU,
         )  # fmt: skip
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -106,22 +113,27 @@ def _fixed_gemm_kernel(
                 acc += tl.load(base + split * SIZE + at, cache_modifier=".cg")
     elif SPLITS > 1:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for split in range(SPLITS):
             begin = split * SPLIT_LEN
-            acc += sum_tile(
+            part, up_part = sum_tile(
                 x, weight, tile_m, tile_n, begin, min(begin + SPLIT_LEN, K),
                 num_tokens, num_rows, x_stride, weight_stride,
-                K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA,
+                K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA, GLU,
             )  # fmt: skip
+            acc += part
+            if GLU:
+                up_acc += up_part
     else:
-        acc = sum_tile(
+        acc, up_acc = sum_tile(
             x, weight, tile_m, tile_n, 0, K, num_tokens, num_rows, x_stride, weight_stride,
-            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA,
+            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA, GLU,
         )  # fmt: skip
     if is_final:
         store_tile(
-            acc, tile_m, tile_n, out_ptr, bias_ptr, residual_ptr, num_tokens, num_rows,
-            out_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
+            acc, up_acc, tile_m, tile_n, out_ptr, bias_ptr, residual_ptr,
+            num_tokens, num_rows, out_stride, residual_stride,
+            HAS_BIAS, HAS_RESIDUAL, GLU, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
 
@@ -135,29 +147,39 @@ def fixed_linear(
     pdl: bool = False,
     tile: FixedGemmTile | None = None,
     splits: int = 0,
+    glu: bool = False,
 ) -> None:
-    """out = x W^T + bias + residual; a row's bits depend on that row of x only, not on M or its
-    place.
+    """out = x W^T + bias + residual, or with glu silu(x Wg^T) * x Wu^T + residual; a row's bits
+    depend on that row of x and of residual only, not on M or its place.
 
     Args:
         out: [M, N], last dimension contiguous, float32 or the dtype of x; written. May be
             residual, not x.
-        x: [M, K], last dimension contiguous. weight: [N, K], last dimension contiguous, dtype of x.
-        bias: [N]. residual: [M, N], last dimension contiguous.
+        x: [M, K], last dimension contiguous.
+        weight: [N, K], or [2 N, K] with the gate's rows first when glu; last dimension contiguous,
+            dtype of x.
+        bias: [N], not with glu. residual: [M, N], last dimension contiguous.
         workspace: where parts of K may be summed side by side; one per stream. None, or one too
-            small: one after the other.
+            small, or glu: one after the other.
         pdl: launch while the kernel before still runs.
-        tile: None: from the table. splits: parts of K, part of the numerics; 0: from the table.
+        tile: None: from the table. splits: parts of K, part of the numerics; 0: from the table, or
+            one with glu.
+
+    Raises:
+        ValueError: both glu and a bias.
     """
+    if glu and bias is not None:
+        raise ValueError("fixed_linear has no bias with glu: leave one of the two out")
     num_tokens = x.shape[0]
-    num_rows, k = weight.shape
+    num_rows, k = out.shape[1], weight.shape[1]
     if tile is None:
-        tile = fixed_gemm_tile(num_tokens, num_rows, k, x.dtype)
-    splits = splits or fixed_splits(num_rows, k, x.dtype)
+        tile = fixed_gemm_tile(num_tokens, num_rows, k, x.dtype, glu)
+    splits = splits or (1 if glu else fixed_splits(num_rows, k, x.dtype))
     tiles = triton.cdiv(num_tokens, tile.block_m) * triton.cdiv(num_rows, tile.block_n)
     parallel = (
         tile.parallel
         and splits > 1
+        and not glu
         and workspace is not None
         and tiles <= len(workspace.arrivals)
         and tiles * splits * tile.block_m * tile.block_n <= len(workspace.partials)
@@ -189,6 +211,7 @@ def fixed_linear(
         TMA=tma,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        GLU=glu,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -227,9 +250,13 @@ def fixed_linear_ref(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    glu: bool = False,
 ) -> torch.Tensor:
     """The same in torch, in `dtype` (float64 for tests)."""
     y = x.to(dtype) @ weight.to(dtype).T
+    if glu:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
     if bias is not None:
         y = y + bias.to(dtype)
     return y if residual is None else y + residual.to(dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.activation import silu_mul_values
+
 
 @triton.jit
 def place_tile(
@@ -38,14 +40,20 @@ def sum_tile(
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    GLU: tl.constexpr,
 ):
-    """One tile of x W^T over K from k_begin to k_end; x and weight are pointers or descriptors."""
+    """One tile of x W^T over K from k_begin to k_end, and with GLU that of the rows of W that begin
+    at num_rows (zeros without); x and weight are pointers or descriptors."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if TMA:
         for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
             a = x.load([tile_m * BLOCK_M, k])
             w = weight.load([tile_n * BLOCK_N, k])
             acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
+            if GLU:
+                w_up = weight.load([num_rows + tile_n * BLOCK_N, k])
+                up_acc = tl.dot(a, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
     else:
         tokens = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         # Rows of the weight past the end read the last one; their results are not stored.
@@ -54,6 +62,8 @@ def sum_tile(
         token_mask = (tokens < num_tokens)[:, None]
         x_at = x + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
         weight_at = weight + rows[:, None] * weight_stride + columns[None, :]
+        if GLU:
+            up_at = weight_at + num_rows.to(tl.int64) * weight_stride
         for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
             if K % BLOCK_K == 0:
                 a = tl.load(x_at + k, mask=token_mask, other=0.0)
@@ -63,12 +73,19 @@ def sum_tile(
                 a = tl.load(x_at + k, mask=token_mask & mask, other=0.0)
                 w = tl.load(weight_at + k, mask=mask, other=0.0)
             acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
-    return acc
+            if GLU:
+                if K % BLOCK_K == 0:
+                    w_up = tl.load(up_at + k)
+                else:
+                    w_up = tl.load(up_at + k, mask=mask, other=0.0)
+                up_acc = tl.dot(a, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
+    return acc, up_acc
 
 
 @triton.jit
 def store_tile(
     acc,
+    up_acc,
     tile_m,
     tile_n,
     out_ptr,
@@ -80,13 +97,16 @@ def store_tile(
     residual_stride,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    GLU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """acc + bias + residual, rounded once."""
+    """acc, or with GLU silu(acc) * up_acc, + bias + residual, rounded once."""
     tokens = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     rows = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
+    if GLU:
+        acc = silu_mul_values(acc, up_acc)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:

@@ -10,14 +10,17 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 TABLE_PATH = Path(__file__).with_name("fixed_gemm_tiles.json")
-M_BUCKETS = (16, 64, 128, 256, 512, 2048)
+M_BUCKETS = (16, 64, 128, 256, 512, 2048, 8192)
 """Row counts that have tiles of their own; beyond the last: the last."""
 SPLIT_UNIT = 128
 """K is split at multiples of it, so that a split never depends on a tile's block_k."""
+FEW_ROWS = 64
+"""Up to here a product is bound by the bytes of its weight."""
 NUM_PROCESSORS = 132  # of the GPU that the rules were made for
 
 
@@ -39,10 +42,12 @@ class FixedGemmTile:
 
 @dataclass(frozen=True, slots=True)
 class FixedGemmTable:
-    """splits: (n, k) -> parts of K. tiles: (M bucket, n, k) -> tile. Of 16-bit types."""
+    """splits: (n, k) -> parts of K. tiles: (M bucket, n, k) -> tile; glu: the same of products that
+    end in an activation, n counts their outputs. Of 16-bit types."""
 
     splits: dict[tuple[int, int], int]
     tiles: dict[tuple[int, int, int], FixedGemmTile]
+    glu: dict[tuple[int, int, int], FixedGemmTile]
 
 
 def read_table(path: Path) -> FixedGemmTable:
@@ -51,18 +56,21 @@ def read_table(path: Path) -> FixedGemmTable:
     Raises ValueError for a file that is no such table.
     """
     if not path.exists():
-        return FixedGemmTable({}, {})
+        return FixedGemmTable({}, {}, {})
     try:
-        shapes = json.loads(path.read_text(encoding="utf-8"))["shapes"]
-        splits = {(s["n"], s["k"]): int(s["splits"]) for s in shapes}
-        tiles = {
-            (int(m), s["n"], s["k"]): FixedGemmTile(**fields)
-            for s in shapes
-            for m, fields in s["tiles"].items()
-        }
+        table = json.loads(path.read_text(encoding="utf-8"))
+        splits = {(s["n"], s["k"]): int(s["splits"]) for s in table["shapes"]}
+        return FixedGemmTable(splits, _tiles(table["shapes"]), _tiles(table["glu"]))
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no table of fixed GEMM tiles: {error!r}") from error
-    return FixedGemmTable(splits, tiles)
+
+
+def _tiles(shapes: list[dict[str, Any]]) -> dict[tuple[int, int, int], FixedGemmTile]:
+    return {
+        (int(m), shape["n"], shape["k"]): FixedGemmTile(**fields)
+        for shape in shapes
+        for m, fields in shape["tiles"].items()
+    }
 
 
 @cache
@@ -85,28 +93,58 @@ def fixed_splits(n: int, k: int, dtype: torch.dtype) -> int:
     return 2 if n <= 4096 and k >= 4096 else 1
 
 
-def fixed_gemm_tile(m: int, n: int, k: int, dtype: torch.dtype) -> FixedGemmTile:
-    """Tile of fixed_linear for m rows and a weight [n, k]."""
+def fixed_gemm_tile(m: int, n: int, k: int, dtype: torch.dtype, glu: bool = False) -> FixedGemmTile:
+    """Tile of fixed_linear for m rows and n outputs."""
     if dtype.itemsize == 4:
         return FixedGemmTile(64, 64, 32, 4, 2)
-    return _table().tiles.get((m_bucket(m), n, k)) or default_tile(m, n, k, dtype)
+    key = (m_bucket(m), n, k)
+    if glu:
+        return _table().glu.get(key) or default_glu_tile(m, n)
+    return _table().tiles.get(key) or default_tile(m, n, k, dtype)
+
+
+def has_glu_tile(m: int, n: int, k: int) -> bool:
+    """Whether the sweep has measured this product with its activation (16-bit types)."""
+    return (m_bucket(m), n, k) in _table().glu
+
+
+# (rows, columns, warps, stages) -> operations a processor does per unit of time, to compare.
+_RATES = {(128, 128, 8, 4): 0.86, (128, 64, 4, 4): 0.7, (64, 64, 4, 5): 0.5}
+_WIDE_RATES = _RATES | {(128, 256, 8, 3): 1.0}
+_GLU_RATES = {(128, 128, 8, 4): 1.0, (128, 64, 4, 4): 0.86, (64, 64, 4, 4): 0.7}
 
 
 def default_tile(m: int, n: int, k: int, dtype: torch.dtype) -> FixedGemmTile:
     """The rule for 16-bit types: few rows are bound by bytes, many by whole waves of tiles."""
     splits = fixed_splits(n, k, dtype)
-    if m <= 64:
+    if m <= FEW_ROWS:
         # Every column tile reads all of x: wider ones where x is not small.
         block_n = 32 if n * splits <= (8192 if m <= 16 else 4096) else 64
         return FixedGemmTile(64, block_n, 64, 4, 5, parallel=splits > 1)
-    # (rows, columns, warps, stages) -> operations a processor does per unit of time, to compare.
-    rates = {(128, 128, 8, 4): 0.86, (128, 64, 4, 4): 0.7, (64, 64, 4, 5): 0.5}
-    if splits == 1:  # a second sum of this size does not fit into registers
-        rates[128, 256, 8, 3] = 1.0
+    # Where K is split, a second sum of the widest tile does not fit into registers.
+    return _cheapest(_WIDE_RATES if splits == 1 else _RATES, m, n, persistent=splits == 1)
+
+
+def default_glu_tile(m: int, n: int) -> FixedGemmTile:
+    """The same rule for a product with its activation, whose tile has two sums."""
+    if m <= FEW_ROWS:
+        return FixedGemmTile(64, 32 if n <= 8192 else 64, 64, 4, 5)
+    return _cheapest(_GLU_RATES, m, n, persistent=True)
+
+
+def _cheapest(
+    rates: dict[tuple[int, int, int, int], float], m: int, n: int, persistent: bool
+) -> FixedGemmTile:
+    """The shape that needs the least time by its rate and its number of waves."""
+
+    def waves(shape: tuple[int, int, int, int]) -> int:
+        return -(-(-(-m // shape[0]) * -(-n // shape[1])) // NUM_PROCESSORS)
 
     def cost(shape: tuple[int, int, int, int]) -> float:
-        tiles = -(-m // shape[0]) * -(-n // shape[1])
-        return -(-tiles // NUM_PROCESSORS) * shape[0] * shape[1] / rates[shape]
+        return waves(shape) * shape[0] * shape[1] / rates[shape]
 
-    block_m, block_n, num_warps, num_stages = min(rates, key=cost)
-    return FixedGemmTile(block_m, block_n, 64, num_warps, num_stages)
+    best = min(rates, key=cost)
+    block_m, block_n, num_warps, num_stages = best
+    # A program that takes several tiles loads the next one's while it stores.
+    is_long = persistent and waves(best) > 1
+    return FixedGemmTile(block_m, block_n, 64, num_warps, num_stages, tma=True, persistent=is_long)

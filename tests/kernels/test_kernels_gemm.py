@@ -8,8 +8,17 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from kernels.activation import silu_mul_ref
 from kernels.fixed_gemm import fixed_linear, fixed_linear_ref
-from kernels.fixed_tiles import SPLIT_UNIT, FixedGemmTile, default_tile, m_bucket, read_table
+from kernels.fixed_tiles import (
+    M_BUCKETS,
+    SPLIT_UNIT,
+    FixedGemmTile,
+    default_glu_tile,
+    default_tile,
+    m_bucket,
+    read_table,
+)
 from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_ref
 from kernels.tiles import SmallGemmTile
 from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
@@ -158,13 +167,72 @@ def test_fixed_linear_has_the_same_bits_by_every_way_of_its_tiles(splits) -> Non
     assert torch.equal(out, outputs["plain"])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fusion", ["glu", "glu+residual"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 70, 96), (65, 130, 72), (130, 33, 64)])
+def test_fixed_linear_with_an_activation_matches_float64(dtype, fusion, m, n, k) -> None:
+    x, weight, options = arguments(m, n, k, fusion, dtype)
+    out = poisoned(m, n, dtype=dtype)
+    fixed_linear(out, x, weight, **options)
+    expected = fixed_linear_ref(x, weight, **options, dtype=torch.float64)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+def test_an_activation_gives_a_row_the_same_bits_whatever_m_is() -> None:
+    """By the tiles that each number of rows gets, and at any place among the others."""
+    x, weight, _ = arguments(300, 96, 160, "glu", DTYPES[-1])
+    whole = poisoned(300, 96)
+    fixed_linear(whole, x, weight, glu=True)
+    for begin, end in [(0, 1), (0, 5), (64, 129), (128, 129), (0, 130), (299, 300)]:
+        part = poisoned(end - begin, 96)
+        fixed_linear(part, x[begin:end], weight, glu=True)
+        assert torch.equal(part, whole[begin:end]), (begin, end)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_an_activation_has_the_same_bits_by_every_way_of_its_tiles(splits) -> None:
+    """Column tiles end inside the gate's rows and inside the up projection's: n of 88 is no
+    multiple of theirs."""
+    dtype = torch.float16
+    x, weight, options = arguments(70, 88, 328, "glu+residual", dtype)
+    expected = fixed_linear_ref(x, weight, **options, dtype=torch.float64)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    outputs = {}
+    for name, tile in TILES.items():
+        out = outputs[name] = poisoned(70, 88, dtype=dtype)
+        fixed_linear(out, x, weight, **options, workspace=workspace, tile=tile, splits=splits)
+        assert relative_error(out, expected) < TOLERANCE[dtype], name
+    assert all(torch.equal(out, outputs["plain"]) for out in outputs.values())
+    assert not workspace.partials.any(), "a tile of two sums has no room for its partial sums"
+
+
+def test_an_activation_is_rounded_once() -> None:
+    """Gates and ups stay float32 until the product, whatever the type of x is."""
+    dtype = torch.float16
+    x, weight, _ = arguments(40, 48, 64, "glu", dtype)
+    out, rounded_twice = poisoned(40, 48), poisoned(40, 96, dtype=dtype)
+    fixed_linear(out, x, weight, glu=True)
+    expected = fixed_linear_ref(x, weight, glu=True, dtype=torch.float64)
+    assert relative_error(out, expected) < 1e-5
+    fixed_linear(rounded_twice, x, weight)
+    assert relative_error(silu_mul_ref(rounded_twice.float()), expected) > 1e-4
+
+
+def test_an_activation_and_a_bias_do_not_go_together() -> None:
+    x, weight, _ = arguments(3, 16, 16, "glu", torch.float32)
+    with pytest.raises(ValueError, match="no bias with glu"):
+        fixed_linear(poisoned(3, 16), x, weight, bias=torch.zeros(16), glu=True)
+
+
 def test_fixed_gemm_tiles_come_from_the_sweeps_file(tmp_path) -> None:
     path = tmp_path / "tiles.json"
     assert read_table(path).tiles == {}
     tile = FixedGemmTile(64, 128, 64, 4, 5, parallel=True)
     shape = {"n": 96, "k": 328, "splits": 2, "tiles": {"64": asdict(tile)}}
-    path.write_text(json.dumps({"shapes": [shape]}))
+    glu = {"n": 48, "k": 328, "tiles": {"8192": asdict(tile)}}
+    path.write_text(json.dumps({"shapes": [shape], "glu": [glu]}))
     table = read_table(path)
+    assert table.glu == {(8192, 48, 328): tile}
     assert table.splits == {(96, 328): 2}
     assert table.tiles == {(64, 96, 328): tile}
     path.write_text('{"shapes": [{"n": 1}]}')
@@ -174,7 +242,7 @@ def test_fixed_gemm_tiles_come_from_the_sweeps_file(tmp_path) -> None:
 
 def test_every_default_tile_of_a_split_shape_sums_the_same_parts() -> None:
     for n, k in [(4096, 4096), (4096, 12288), (1024, 3072), (24576, 4096), (576, 1536)]:
-        for m in (1, 64, 100, 256, 2048, 8192):
-            tile = default_tile(m, n, k, torch.bfloat16)
-            assert SPLIT_UNIT % tile.block_k == 0
-            assert m_bucket(m) >= m or m_bucket(m) == 2048
+        for m in (1, 64, 100, 256, 2048, 8192, 20000):
+            for tile in (default_tile(m, n, k, torch.bfloat16), default_glu_tile(m, n)):
+                assert SPLIT_UNIT % tile.block_k == 0
+            assert m_bucket(m) >= m or m_bucket(m) == M_BUCKETS[-1]

@@ -109,6 +109,31 @@ def test_fixed_linear_bits_do_not_depend_on_m(n, k) -> None:
         assert torch.equal(out, whole), tile
 
 
+GLU_TILES = [
+    FixedGemmTile(64, 32, 64, 4, 6, tma=True),
+    FixedGemmTile(64, 128, 64, 4, 4),
+    FixedGemmTile(128, 128, 64, 8, 4, tma=True),
+    FixedGemmTile(128, 128, 64, 8, 4, tma=True, persistent=True),
+]
+
+
+@pytest.mark.parametrize(("n", "k"), [(12288, 4096), (3072, 1024), (1536, 576), (968, 576)])
+def test_an_activations_bits_do_not_depend_on_m(n, k) -> None:
+    x, weight = randn(1100, k, dtype=BF16), randn(2 * n, k, dtype=BF16, seed=1) * k**-0.5
+    whole = poisoned(1100, n, dtype=BF16)
+    fixed_linear(whole, x, weight, glu=True)
+    expected = fixed_linear_ref(x, weight, glu=True, dtype=torch.float64)
+    assert relative_error(whole, expected) < 6e-3
+    for m in (1, 7, 64, 65, 128, 200, 256, 1000):
+        out = poisoned(m, n, dtype=BF16)
+        fixed_linear(out, x[:m], weight, pdl=m % 2 == 0, glu=True)
+        assert torch.equal(out, whole[:m]), m
+    for tile in GLU_TILES:
+        out = poisoned(1100, n, dtype=BF16)
+        fixed_linear(out, x, weight, tile=tile, glu=True)
+        assert torch.equal(out, whole), tile
+
+
 @pytest.mark.parametrize("m", [1, 2, 8, 33, 64])
 def test_a_chain_with_dependent_launches_replays_to_the_same_numbers(m) -> None:
     """Four blocks of fused layers in a graph; a missing wait would read a half-written input."""
