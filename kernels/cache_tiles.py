@@ -36,32 +36,27 @@ def load_tile(
     stride_block,
     stride_token,
     dims,
-    MASKED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Keys and values of one tile, zeros beyond last_position where MASKED; block_id: of a tile
+    """Keys and values of one tile, whatever lies beyond last_position included; block_id: of a tile
     that lies in one block. TMA: k_ptr and v_ptr are descriptors."""
-    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    key_mask = keys <= last_position
     if TMA:
         slot = block_id * BLOCK_SIZE + tile * BLOCK_N % BLOCK_SIZE
         k = k_ptr.load([slot, kv_offset])
         v = v_ptr.load([slot, kv_offset])
-        if MASKED:  # nobody's values may be anything, and nothing times NaN is NaN
-            v = tl.where(key_mask[:, None], v, 0.0)
     else:
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if BLOCK_SIZE % BLOCK_N == 0:
             at = block_id.to(tl.int64) * stride_block + kv_offset
-        else:
-            ids = tl.load(table_at + keys // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+        else:  # block 0 for keys that the row has no block for
+            here = keys <= last_position
+            ids = tl.load(table_at + keys // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
             at = ids * stride_block + kv_offset
         at += (keys % BLOCK_SIZE) * stride_token
         mask = (dims < D)[None, :]
-        if MASKED:
-            mask = mask & key_mask[:, None]
         k = tl.load(k_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
         v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
     return k, v

@@ -1,7 +1,12 @@
-"""The softmax folds of decode attention: tiles within an item, and the join of two partial results.
+"""The softmax of decode attention over the tiles of a work item; the join of partial results.
 
-Tiles fold into groups and groups into the result, always in order of position and with the
-multiply-adds written out: the same code gives the same bits wherever an item begins.
+Keys stand in the rows of the dot and query heads in its columns: a tile's keys and values go from
+shared memory into the tensor cores as they lie there, and eight columns hold a group of eight heads
+without padding.
+
+In order, tiles fold into groups and groups into the result, by position and with the multiply-adds
+written out: the same code gives the same bits wherever an item begins. Otherwise one running
+result is carried from tile to tile, with half the arithmetic.
 """
 
 from __future__ import annotations
@@ -9,71 +14,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cache_tiles import block_of
+from kernels.cache_tiles import block_of, load_tile
 
 
 @triton.jit
-def fold(m, l, acc, m_next, l_next, acc_next):
+def fold(m, l, acc, m_next, l_next, acc_next, AXIS: tl.constexpr):
     """Join two partial softmax results in base 2; exact where one of them is empty (m = -inf, l =
-    0, acc = 0)."""
+    0, acc = 0). AXIS: of acc, that m and l lack."""
     m_new = tl.maximum(m, m_next)
     reference = tl.where(m_new == float("-inf"), 0.0, m_new)
     a = tl.exp2(m - reference)
     b = tl.exp2(m_next - reference)
     l_new = tl.fma(l, a, l_next * b)
-    a_wide = tl.broadcast_to(a[:, None], acc.shape)
-    acc_new = tl.fma(acc, a_wide, acc_next * b[:, None])
+    a_wide = tl.broadcast_to(tl.expand_dims(a, AXIS), acc.shape)
+    acc_new = tl.fma(acc, a_wide, acc_next * tl.expand_dims(b, AXIS))
     return m_new, l_new, acc_new
 
 
 @triton.jit
-def _tile(
+def _scores(
     q,
-    k_ptr,
-    v_ptr,
-    table_at,
-    kv_offset,
+    k,
     tile,
-    block_id,
     begin,
     seq_len,
     scale_log2,
-    stride_block,
-    stride_token,
-    dims,
-    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
 ):
-    """Softmax of q over the keys of one tile: maximum, sum and weighted values."""
+    """Scores of one tile's keys in base 2, [TILE, heads]; -inf for keys that do not count."""
     positions = tile * TILE + tl.arange(0, TILE)
     is_live = (positions < seq_len) & (positions >= begin)
-    if TMA:
-        slot = block_id * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
-        k = k_ptr.load([slot, kv_offset])
-        # Nobody's values may be anything, and nothing times NaN is NaN.
-        v = tl.where(is_live[:, None], v_ptr.load([slot, kv_offset]), 0.0)
-    else:
-        if BLOCK_SIZE % TILE == 0:
-            offsets = block_id.to(tl.int64) * stride_block + kv_offset
-            offsets += (positions % BLOCK_SIZE) * stride_token
-        else:
-            block_ids = tl.load(table_at + positions // BLOCK_SIZE, mask=is_live, other=0)
-            offsets = block_ids.to(tl.int64) * stride_block + kv_offset
-            offsets += (positions % BLOCK_SIZE) * stride_token
-        kv_mask = is_live[:, None] & (dims < D)[None, :]
-        k = tl.load(k_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
-        v = tl.load(v_ptr + offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0)
-    s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
-    s = tl.where(is_live[None, :], s, float("-inf"))
-    m = tl.max(s, axis=1)
-    p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
-    l = tl.sum(p, axis=1)
-    acc = tl.dot(p.to(v.dtype), v, input_precision=DOT_PRECISION)
-    return m, l, acc
+    s = tl.dot(k, tl.trans(q), input_precision=DOT_PRECISION) * scale_log2
+    return tl.where(is_live[:, None], s, float("-inf"))
 
 
 @triton.jit
@@ -95,51 +68,57 @@ def fold_tiles(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
-    """The part of the nested fold that covers tiles tile_begin .. tile_end - 1.
+    """Maximum [heads], sum [heads] and weighted values [D, heads] of tiles tile_begin .. tile_end -
+    1, each of which has a key that counts.
 
-    group: tiles of a group, a power of two. TMA: k_ptr and v_ptr are descriptors.
+    group: tiles of a group of the nested fold, a power of two. TMA: k_ptr and v_ptr are
+    descriptors. Values of slots that nobody wrote are multiplied by zero: the cache holds none that
+    is not finite (see `kernels.rope`).
     """
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_D, BLOCK_H], tl.float32)
     m_group, l_group, acc_group = m, l, acc
+    # One sum for each key of a tile, added up at the end: no exchange between warps in the loop.
+    l_keys = tl.zeros([TILE, BLOCK_H], tl.float32)
     # A tile in one block: its id is loaded while the tile before is worked on, so that loads of
     # keys depend on no load of their own turn and can be as far ahead as there are stages.
     block_id = block_of(table_at, tile_begin, tile_end, BLOCK_SIZE, TILE)
     for tile in tl.range(tile_begin, tile_end, num_stages=STAGES):
         next_block_id = block_of(table_at, tile + 1, tile_end, BLOCK_SIZE, TILE)
-        m_tile, l_tile, acc_tile = _tile(
-            q,
-            k_ptr,
-            v_ptr,
-            table_at,
-            kv_offset,
-            tile,
-            block_id,
-            begin,
-            seq_len,
-            scale_log2,
-            stride_block,
-            stride_token,
-            dims,
-            BLOCK_SIZE,
-            TILE,
-            D,
-            BLOCK_D,
-            DOT_PRECISION,
-            TMA,
-        )
+        k, v = load_tile(
+            k_ptr, v_ptr, table_at, block_id, tile, seq_len - 1, kv_offset,
+            stride_block, stride_token, dims, BLOCK_SIZE, TILE, D, TMA,
+        )  # fmt: skip
         block_id = next_block_id
-        m_group, l_group, acc_group = fold(m_group, l_group, acc_group, m_tile, l_tile, acc_tile)
-        if (((tile + 1) & (group - 1)) == 0) | (tile + 1 == tile_end):
-            m, l, acc = fold(m, l, acc, m_group, l_group, acc_group)
-            m_group = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l_group = tl.zeros([BLOCK_M], tl.float32)
-            acc_group = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        s = _scores(q, k, tile, begin, seq_len, scale_log2, TILE, DOT_PRECISION)
+        m_tile = tl.max(s, axis=0)
+        if IN_ORDER:
+            p = tl.exp2(s - tl.where(m_tile == float("-inf"), 0.0, m_tile)[None, :])
+            l_tile = tl.sum(p, axis=0)
+            acc_tile = tl.dot(tl.trans(v), p.to(v.dtype), input_precision=DOT_PRECISION)
+            m_group, l_group, acc_group = fold(
+                m_group, l_group, acc_group, m_tile, l_tile, acc_tile, 0
+            )
+            if (((tile + 1) & (group - 1)) == 0) | (tile + 1 == tile_end):
+                m, l, acc = fold(m, l, acc, m_group, l_group, acc_group, 0)
+                m_group = tl.full([BLOCK_H], float("-inf"), tl.float32)
+                l_group = tl.zeros([BLOCK_H], tl.float32)
+                acc_group = tl.zeros([BLOCK_D, BLOCK_H], tl.float32)
+        else:
+            m_new = tl.maximum(m, m_tile)
+            alpha = tl.exp2(m - m_new)[None, :]
+            p = tl.exp2(s - m_new[None, :])
+            l_keys = l_keys * alpha + p
+            acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * alpha, input_precision=DOT_PRECISION)
+            m = m_new
+    if not IN_ORDER:
+        l = tl.sum(l_keys, axis=0)
     return m, l, acc

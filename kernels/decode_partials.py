@@ -114,9 +114,9 @@ def reduce_kernel(
                     acc_ptr + at[:, None] * D + dims[None, :], mask=mask & is_there, other=0.0
                 )
                 m_group, l_group, acc_group = fold(
-                    m_group, l_group, acc_group, m_item, l_item, acc_item
+                    m_group, l_group, acc_group, m_item, l_item, acc_item, 1
                 )
-                m_next, l_next, acc_next = fold(m, l, acc, m_group, l_group, acc_group)
+                m_next, l_next, acc_next = fold(m, l, acc, m_group, l_group, acc_group, 1)
                 is_end = (((lead + item + 1) & (per_group - 1)) == 0) | (item + 1 == count)
                 m = tl.where(is_end, m_next, m)
                 l = tl.where(is_end, l_next, l)

@@ -1,5 +1,5 @@
 """Decode attention over a paged KV cache: one query token per sequence, GQA heads packed into the
-M of the dot.
+columns of the dot.
 
 A persistent grid walks the work list of kernels/decode_plan.py. A row with one item writes its
 output directly; of a row with several, each item leaves an fp32 partial result, which a small
@@ -53,7 +53,7 @@ def _paged_decode_kernel(
     GROUP_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     UP_TO_16: tl.constexpr,
@@ -62,13 +62,15 @@ def _paged_decode_kernel(
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     NUM_Q: tl.constexpr = NUM_KV * GROUP_HEADS
-    lanes = tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
     head_mask = lanes < GROUP_HEADS
     q_mask = head_mask[:, None] & (dims < D)[None, :]
+    out_mask = head_mask[None, :] & (dims < D)[:, None]
     if PDL:
         gdc_launch_dependents()
     # Work list, lengths and tables are older than the kernel before this one (see paged_decode), so
@@ -113,21 +115,23 @@ def _paged_decode_kernel(
             BLOCK_SIZE,
             TILE,
             D,
-            BLOCK_M,
+            BLOCK_H,
             BLOCK_D,
             STAGES,
             DOT_PRECISION,
             TMA,
+            IN_ORDER,
         )
         next_seq_len, next_row = load_row(seq_len_ptr, row_ptr, next_entry, is_more)
         if slot >= 0:
             at = slot.to(tl.int64) * NUM_Q + q_heads
             tl.store(max_sum_ptr + at * 2, m, mask=head_mask)
             tl.store(max_sum_ptr + at * 2 + 1, l, mask=head_mask)
-            tl.store(acc_ptr + at[:, None] * D + dims[None, :], acc, mask=q_mask)
+            tl.store(acc_ptr + at[None, :] * D + dims[:, None], acc, mask=out_mask)
         else:
-            out = (acc / tl.where(head_mask, l, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + entry.to(tl.int64) * out_stride + row_offsets, out, mask=q_mask)
+            out = (acc / tl.where(head_mask, l, 1.0)[None, :]).to(out_ptr.dtype.element_ty)
+            out_at = out_ptr + entry.to(tl.int64) * out_stride + q_heads[None, :] * D
+            tl.store(out_at + dims[:, None], out, mask=out_mask)
         entry, span, slot = next_entry, next_span, next_slot
         seq_len, row = next_seq_len, next_row
 
@@ -150,12 +154,13 @@ def paged_decode(
     """out[b] = softmax(q[b] K^T * scale) V over the cached tokens of entry b, for one new token
     per entry.
 
-    Entries with seq_len 0 are not in the plan: their output is left alone. The new token's k and
-    v must be in the cache. With in_order the result of an entry depends on its own tokens and the
-    plan's tile only, to the last bit. With pdl, the plan, lengths, rows and block tables are read
-    before the wait for the kernel before: they must have been written by work that a launch without
-    pdl has waited for since (that launch may be plan_decode itself, when at least one kernel lies
-    between it and this one).
+    Values in the cache must be finite, also where nobody has written yet. Entries with seq_len 0
+    are not in the plan: their output is left alone. The new token's k and v must be in the cache.
+    With in_order the result of an entry depends on its own tokens and the plan's tile only, to the
+    last bit. With pdl, the plan, lengths, rows and block tables are read before the wait for the
+    kernel before: they must have been written by work that a launch without pdl has waited for
+    since (that launch may be plan_decode itself, when at least one kernel lies between it and this
+    one).
 
     Args:
         out: [B, HQ, D], last two dimensions contiguous; written.
@@ -203,7 +208,7 @@ def paged_decode(
         GROUP_HEADS=group_heads,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_M=max(16, triton.next_power_of_2(group_heads)),
+        BLOCK_H=max(8, triton.next_power_of_2(group_heads)),
         BLOCK_SIZE=block_size,
         TILE=tile.tile_tokens,
         UP_TO_16=tile.groups.up_to_16,
@@ -212,6 +217,7 @@ def paged_decode(
         STAGES=tile.num_stages,
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TMA=tma,
+        IN_ORDER=in_order,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers or None,
         **options,

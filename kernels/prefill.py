@@ -66,6 +66,7 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     # Blocks late in a sequence have the most keys: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -92,7 +93,9 @@ def _prefill_kernel(
     q = tl.load(q_ptr + q_rows[:, None] * q_stride + lane_offsets, mask=q_mask, other=0.0)
     q_positions = num_computed + q_index
     last_position = num_computed + tl.minimum(first + BLOCK_Q, num_new) - 1
-    key_begin = tl.where(window > 0, tl.maximum(num_computed + first - window + 1, 0), 0)
+    key_begin = 0
+    if HAS_WINDOW:
+        key_begin = tl.maximum(num_computed + first - window + 1, 0)
     table_at = block_table_ptr + row * table_stride
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -101,8 +104,9 @@ def _prefill_kernel(
     # Tiles below `full_end` need no mask unless there is a window.
     first_tile = key_begin // BLOCK_N
     end_tile = last_position // BLOCK_N + 1
-    full_end = tl.where(window > 0, first_tile, (num_computed + first + 1) // BLOCK_N)
-    full_end = tl.maximum(full_end, first_tile)
+    full_end = first_tile
+    if not HAS_WINDOW:
+        full_end = tl.maximum((num_computed + first + 1) // BLOCK_N, first_tile)
     # Ids are loaded a turn ahead: loads of keys depend on no load of their own turn and can be as
     # far ahead as there are stages.
     block_id = block_of(table_at, first_tile, end_tile, BLOCK_SIZE, BLOCK_N)
@@ -110,7 +114,7 @@ def _prefill_kernel(
         next_block_id = block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
         k, v = load_tile(
             k_ptr, v_ptr, table_at, block_id, tile, last_position, kv_head * D,
-            stride_block, stride_token, dims, False, BLOCK_SIZE, BLOCK_N, D, TMA,
+            stride_block, stride_token, dims, BLOCK_SIZE, BLOCK_N, D, TMA,
         )  # fmt: skip
         block_id = next_block_id
         s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
@@ -125,13 +129,13 @@ def _prefill_kernel(
         next_block_id = block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
         k, v = load_tile(
             k_ptr, v_ptr, table_at, block_id, tile, last_position, kv_head * D,
-            stride_block, stride_token, dims, True, BLOCK_SIZE, BLOCK_N, D, TMA,
+            stride_block, stride_token, dims, BLOCK_SIZE, BLOCK_N, D, TMA,
         )  # fmt: skip
         block_id = next_block_id
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
         is_seen = keys[None, :] <= q_positions[:, None]
-        if window > 0:
+        if HAS_WINDOW:
             is_seen = is_seen & (keys[None, :] > q_positions[:, None] - window)
         s = tl.where(is_seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
@@ -218,6 +222,7 @@ def prefill_attention(
         STAGES=tile.num_stages,
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TMA=tma,
+        HAS_WINDOW=window > 0,
         num_warps=tile.num_warps,
     )
 

@@ -1,6 +1,8 @@
 """Rotary embedding, optional q/k norm and the KV write, in one pass over packed qkv rows.
 
 q heads are rotated in place, k heads go rotated into the paged cache, v heads are copied there.
+Values are kept finite: attention multiplies those of slots that do not count by zero, and a block
+passes from one job to the next.
 Rotation is the half-split form (Llama, Qwen): pairs are (i, i + D/2).
 """
 
@@ -11,6 +13,12 @@ import triton
 import triton.language as tl
 
 from kernels.pdl import pdl_begin, pdl_options
+
+
+@triton.jit
+def _finite(x, LARGEST: tl.constexpr):
+    """x within -LARGEST .. LARGEST; NaN becomes LARGEST."""
+    return tl.clamp(tl.where(x == x, x, LARGEST), -LARGEST, LARGEST)
 
 
 @triton.jit
@@ -33,6 +41,7 @@ def _rope_kv_write_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    MAX_FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of one token."""
@@ -68,8 +77,8 @@ def _rope_kv_write_kernel(
         dtype = qkv_ptr.dtype.element_ty
         turned_low = low * cos[None, :] - high * sin[None, :]
         turned_high = high * cos[None, :] + low * sin[None, :]
-        new_low = tl.where(is_v, low, turned_low).to(dtype)
-        new_high = tl.where(is_v, high, turned_high).to(dtype)
+        new_low = tl.where(is_v, _finite(low, MAX_FINITE), turned_low).to(dtype)
+        new_high = tl.where(is_v, _finite(high, MAX_FINITE), turned_high).to(dtype)
         cache_at = slot * cache_stride + halves[None, :]
         k_at = k_cache_ptr + cache_at + (heads - NUM_Q)[:, None] * D
         v_at = v_cache_ptr + cache_at + (heads - NUM_Q - NUM_KV)[:, None] * D
@@ -95,8 +104,8 @@ def rope_kv_write(
     eps: float = 1e-6,
     pdl: bool = False,
 ) -> None:
-    """Rotate q in place; norm and rotate k and copy v into the paged cache. Tokens with slot -1
-    are left alone.
+    """Rotate q in place; norm and rotate k and copy v into the paged cache, v within the finite
+    numbers of its type. Tokens with slot -1 are left alone.
 
     Args:
         qkv: [T, (HQ + 2 HKV) * D], last dimension contiguous: q heads, k heads, v heads. q is
@@ -134,6 +143,7 @@ def rope_kv_write(
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=_BLOCK_HEADS,
         HAS_NORM=has_norm,
+        MAX_FINITE=torch.finfo(qkv.dtype).max,
         num_warps=2,
         **pdl_options(qkv, pdl),
     )

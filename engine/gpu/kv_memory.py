@@ -24,9 +24,10 @@ class KvMemory:
 def new_kv_memory(
     spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KvMemory:
-    """Allocate the cache. Not cleared: a slot is written before it is read."""
+    """Allocate the cache. Values are cleared: attention multiplies those of slots that nobody wrote
+    by zero. Keys are not: scores of such slots are left out."""
     shape = (spec.num_layers, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
     return KvMemory(
         torch.empty(shape, dtype=dtype, device=device),
-        torch.empty(shape, dtype=dtype, device=device),
+        torch.zeros(shape, dtype=dtype, device=device),
     )

@@ -74,6 +74,22 @@ def test_rope_rotates_q_and_writes_only_live_slots(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_in_the_cache_are_finite_whatever_a_job_computes(dtype) -> None:
+    """A block goes to another job after this one: zero times NaN there would be NaN."""
+    largest = torch.finfo(dtype).max
+    qkv = randn(1, 4 * 16, dtype=dtype)
+    qkv[0, 48:52] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
+    cos, sin = (t.to(DEVICE) for t in rope_tables(16, 8))
+    caches = [poisoned(1, 4, 1, 16, dtype=dtype) for _ in range(2)]
+    rope_kv_write(qkv, *caches, cos, sin, ints([3]), ints([2]), 2)
+    written = caches[1][0, 2, 0]
+    assert written.isfinite().all()
+    assert written[0].abs() == largest
+    assert written[1:4].tolist() == [largest, -largest, 1.0]
+    assert torch.equal(written[4:], qkv[0, 52:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_embed_gathers_through_the_token_table_and_zeroes_padding(dtype) -> None:
     weight = randn(50, 123, dtype=dtype)
     table = torch.randint(0, 50, (4, 9), dtype=torch.int32).to(DEVICE)

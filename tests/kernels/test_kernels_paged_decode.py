@@ -19,7 +19,8 @@ TILE = DecodeTile(tile_tokens=16, num_warps=4, num_stages=2, programs_per_sm=1)
 
 
 def make_cache(num_rows, max_len, block_size, num_kv_heads, head_dim, dtype, seed=0):
-    """Two caches with NaN in every slot that no row owns, and random block tables."""
+    """Two caches with random block tables; in every slot that no row owns keys are NaN, and values
+    as large as they can be."""
     max_blocks = -(-max_len // block_size)
     num_blocks = num_rows * max_blocks + 3
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
@@ -31,7 +32,7 @@ def make_cache(num_rows, max_len, block_size, num_kv_heads, head_dim, dtype, see
     tables = order[: num_rows * max_blocks].reshape(num_rows, max_blocks).int()
     spare = order[num_rows * max_blocks :].to(DEVICE)
     k_cache[spare] = float("nan")
-    v_cache[spare] = float("nan")
+    v_cache[spare] = torch.finfo(dtype).max
     return k_cache, v_cache, tables.to(DEVICE)
 
 
@@ -53,6 +54,15 @@ def decode(
         in_order=in_order,
     )  # fmt: skip
     return out
+
+
+def poison_tails(k_cache, v_cache, tables, lengths):
+    """What nobody wrote in each row's last block: keys NaN, values as large as they can be."""
+    block_size = k_cache.shape[1]
+    for row, length in enumerate(lengths):
+        block = tables[row, length // block_size].long()
+        k_cache[block, length % block_size :] = float("nan")
+        v_cache[block, length % block_size :] = torch.finfo(v_cache.dtype).max
 
 
 def ints(values):
@@ -134,13 +144,11 @@ def test_partial_results_are_joined_head_by_head_or_several_at_once(
 @pytest.mark.skipif(torch.bfloat16 not in DTYPES and torch.float16 not in DTYPES, reason="2 bytes")
 @pytest.mark.parametrize("tile_tokens", [16, 32])
 def test_tiles_loaded_by_one_instruction_give_the_same_bits(tile_tokens) -> None:
-    """A block holds one tile, or two; what nobody wrote in a row's last block is NaN."""
+    """A block holds one tile, or two; in a row's last block is what nobody should read."""
     dtype = next(d for d in DTYPES if d.itemsize == 2)
     caches = make_cache(3, 160, 32, 2, 64, dtype)
     lengths = [150, 0, 33]
-    for row, length in enumerate(lengths):
-        for cache in caches[:2]:
-            cache[caches[2][row, length // 32].long(), length % 32 :] = float("nan")
+    poison_tails(*caches, lengths)
     q = randn(3, 6, 64, dtype=dtype, seed=5)
     args = (*caches, ints([0, 1, 2]), ints(lengths))
     tile = DecodeTile(tile_tokens, 4, 3, 1)
