@@ -128,7 +128,7 @@ def default_tile(m: int, n: int, k: int, dtype: torch.dtype) -> FixedGemmTile:
 def default_glu_tile(m: int, n: int) -> FixedGemmTile:
     """The same rule for a product with its activation, whose tile has two sums."""
     if m <= FEW_ROWS:
-        return FixedGemmTile(64, 32 if n <= 8192 else 64, 64, 4, 5)
+        return FixedGemmTile(64, 32, 64, 4, 6, tma=m > 16)
     return _cheapest(_GLU_RATES, m, n, persistent=True)
 
 

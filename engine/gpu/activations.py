@@ -16,7 +16,8 @@ class Activations:
 
     hidden [T, H]: the residual stream. normed, projected [T, H]; qkv [T, Q + 2K]; attended [T, Q];
     gate_up [T, 2I]; gated [T, I]. token_rows, positions, slots int32 [T]. All in the model's dtype
-    but for the last three.
+    but for the last three. projected and gate_up are written where cuBLAS runs the product before a
+    residual or an activation.
     """
 
     hidden: torch.Tensor
@@ -64,7 +65,8 @@ def new_activations(
 class HeadBuffers:
     """The end of a step for up to S sampled rows.
 
-    hidden, projected, normed [S, H] in the model's dtype; logits float32 [S, V].
+    hidden, projected, normed [S, H] in the model's dtype, projected as in Activations; logits
+    float32 [S, V].
     """
 
     hidden: torch.Tensor

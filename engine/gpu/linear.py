@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.fixed_gemm import fixed_linear
+from kernels.fixed_tiles import has_glu_tile
 from kernels.small_gemm import GemmWorkspace, small_linear
 
 MAX_FUSED_ROWS = 64
@@ -17,6 +18,10 @@ WIDE_FUSED_ROWS = 16
 """Of a wide model each product takes much longer than a launch: from here on fixed tiles, each
 product started while the kernel before still runs, are 3 % faster than fused ones (Qwen3-8B's shape
 at 64 rows on an H200)."""
+
+GLU_FROM_ROWS: int | None = None
+"""From here on fixed tiles with the activation in their end take the place of cuBLAS and a launch
+for the activation, for weights whose tiles the sweep has measured; None: never."""
 
 
 def max_fused_rows(hidden_size: int) -> int:
@@ -35,6 +40,19 @@ class Linears:
     def is_fused(self, num_rows: int) -> bool:
         """Whether `fused` takes this many rows."""
         return not self.deterministic and num_rows <= self.fused_rows
+
+    def is_fixed(self, num_rows: int) -> bool:
+        """Whether all unfused products of this many rows are `fixed`, so that residual and
+        activation can be in their ends."""
+        return self.deterministic or self.fused_rows < num_rows <= MAX_FUSED_ROWS
+
+    def glu_is_ours(self, num_rows: int, weight: torch.Tensor) -> bool:
+        """Whether `fixed` also takes gate and up [2N, K] of this many rows, with the activation."""
+        if self.is_fixed(num_rows):
+            return True
+        if GLU_FROM_ROWS is None or num_rows < GLU_FROM_ROWS or weight.dtype.itemsize != 2:
+            return False
+        return has_glu_tile(num_rows, weight.shape[0] // 2, weight.shape[1])
 
     def fused(
         self,
@@ -56,6 +74,23 @@ class Linears:
             residual=residual,
         )  # fmt: skip
 
+    def fixed(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        glu: bool = False,
+        residual: torch.Tensor | None = None,
+        pdl: bool = False,
+    ) -> None:
+        """out = x W^T + bias + residual; see `kernels.fixed_gemm.fixed_linear`."""
+        fixed_linear(
+            out, x, weight,
+            bias=bias, residual=residual, workspace=self.workspace, pdl=pdl, glu=glu,
+        )  # fmt: skip
+
     def plain(
         self,
         out: torch.Tensor,
@@ -68,8 +103,8 @@ class Linears:
 
         pdl: launch while the kernel before still runs, where the product is ours.
         """
-        if self.deterministic or self.fused_rows < len(x) <= MAX_FUSED_ROWS:
-            fixed_linear(out, x, weight, bias=bias, workspace=self.workspace, pdl=pdl)
+        if self.is_fixed(len(x)):
+            self.fixed(out, x, weight, bias=bias, pdl=pdl)
         elif out.dtype != x.dtype:
             torch.ops.aten.mm.dtype_out(x, weight.t(), out.dtype, out=out)
         elif bias is not None:

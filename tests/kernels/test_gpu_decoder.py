@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from broker.ring.records import Sampling
+from engine.gpu import linear
 from engine.gpu.buffers import SharedBuffers, new_shared_buffers
 from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.decoder import GpuDecoder
@@ -150,6 +151,53 @@ def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path
     used[[7, 2, 4]] = True
     written = f.cache.k.isfinite().any(dim=0).flatten(1).any(dim=1).cpu()
     assert torch.equal(written, used)
+
+
+def test_fixed_products_give_a_row_the_same_bits_in_every_step(tmp_path) -> None:
+    """A prompt alone, packed behind another one, and cut in two: the same logits and tokens."""
+    f = Fixture(tmp_path, FAMILIES["qwen3"], deterministic=True)
+    ids = np.random.default_rng(3).integers(0, 131, 37).astype(np.int32)
+    for row in range(3):
+        f.tables.take_over([NewRow(row, ids, len(ids), Sampling(), NONE, 0)])
+    blocks = [(row, c, 1 + 3 * row + c) for row in range(3) for c in range(3)]
+    f.packed.run(_plan(1, blocks, [0], [0], [37], sample=True), PLAIN)
+    alone = f.buffers.head.logits[0].clone()
+    f.packed.run(_plan(2, [], [2], [0], [20], sample=False), PLAIN)
+    f.packed.run(_plan(3, [], [1, 2], [0, 20], [37, 17], sample=True), PLAIN)
+    assert torch.equal(f.buffers.head.logits[0], alone)
+    assert torch.equal(f.buffers.head.logits[1], alone)
+    torch.testing.assert_close(alone.cpu(), f.expected(ids), rtol=0, atol=1e-4)
+
+
+def test_many_rows_have_the_activation_in_the_product_where_it_is_swept(monkeypatch) -> None:
+    """From GLU_FROM_ROWS on, of two-byte weights that have tiles; cuBLAS else."""
+    shapes = {(128, 96, 64)}
+    monkeypatch.setattr(linear, "has_glu_tile", lambda m, n, k: (m, n, k) in shapes)
+    half = torch.empty(192, 64, dtype=torch.float16)
+    free = Linears(False, new_gemm_workspace(DEVICE))
+    fixed = Linears(True, free.workspace)
+    monkeypatch.setattr(linear, "GLU_FROM_ROWS", None)
+    assert not free.glu_is_ours(128, half)
+    assert fixed.glu_is_ours(1, half)
+    monkeypatch.setattr(linear, "GLU_FROM_ROWS", 100)
+    assert free.glu_is_ours(128, half)
+    assert not free.glu_is_ours(128, half.float())
+    assert not free.glu_is_ours(99, half)
+    assert not free.glu_is_ours(512, half)
+    assert Linears(False, free.workspace, 16).glu_is_ours(17, half)
+
+
+def test_steps_with_the_activation_alone_in_the_product_give_the_reference_logits(
+    tmp_path, monkeypatch
+) -> None:
+    f = Fixture(tmp_path, FAMILIES["qwen3"])
+    monkeypatch.setattr(Linears, "glu_is_ours", lambda self, num_rows, weight: True)
+    f.buffers.activations.gate_up.fill_(float("nan"))
+    ids = np.random.default_rng(4).integers(0, 131, 30).astype(np.int32)
+    f.tables.take_over([NewRow(0, ids, len(ids), Sampling(), NONE, 0)])
+    f.packed.run(_plan(1, [(0, 0, 3), (0, 1, 4)], [0], [0], [30], sample=True), PLAIN)
+    assert f.buffers.activations.gate_up.isnan().all()
+    torch.testing.assert_close(f.buffers.head.logits[0].cpu(), f.expected(ids), rtol=0, atol=1e-4)
 
 
 def test_warming_up_the_packed_step_reads_and_writes_no_row(tmp_path) -> None:

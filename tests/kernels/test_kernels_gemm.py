@@ -167,6 +167,19 @@ def test_fixed_linear_has_the_same_bits_by_every_way_of_its_tiles(splits) -> Non
     assert torch.equal(out, outputs["plain"])
 
 
+@pytest.mark.parametrize("name", ["plain", "parallel", "persistent", "wide"])
+def test_fixed_linear_may_write_over_its_residual(name) -> None:
+    dtype, splits = DTYPES[-1], 1 if name == "persistent" else 2
+    x, weight, options = arguments(70, 96, 328, "residual", dtype)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    expected = fixed_linear_ref(x, weight, **options, dtype=torch.float64)
+    stream = options["residual"]
+    fixed_linear(
+        stream, x, weight, residual=stream, workspace=workspace, tile=TILES[name], splits=splits
+    )
+    assert relative_error(stream, expected) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fusion", ["glu", "glu+residual"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 70, 96), (65, 130, 72), (130, 33, 64)])
