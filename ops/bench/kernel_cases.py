@@ -147,19 +147,29 @@ def chain_row(shape: ModelShape, m: int, num_layers: int) -> Row:
 
 
 def fixed_rows(m: int) -> Iterator[Row]:
-    """The batch-invariant GEMM on the 8B's layers beside cuBLAS."""
+    """The batch-invariant GEMM on the 8B's layers beside cuBLAS: o and down with the residual in
+    their ends; gate_up with its activation, which has a launch of its own beside."""
     workspace = new_gemm_workspace(DEVICE)
     for name, n, k in QWEN3_8B.linear_layers:
+        glu = name == "gate_up"
+        num_outputs = n // 2 if glu else n
         weights = [random(n, k, scale=k**-0.5) for _ in range(num_sets(2 * n * k))]
-        x, out = random(m, k), torch.empty(m, n, dtype=DTYPE, device=DEVICE)
-        timing = time_calls(
-            [partial(fixed_linear, out, x, w, workspace=workspace, pdl=True) for w in weights]
+        x, out = random(m, k), random(m, num_outputs)
+        residual = out if name in ("o", "down") else None
+        ours = partial(
+            fixed_linear, out, x, residual=residual, workspace=workspace, pdl=True, glu=glu
         )
-        base = time_calls([partial(linear, x, w) for w in weights], replays=7)
-        moved = 2.0 * (n * k + m * (n + k))
-        yield make_row(
-            f"fixed.8b.{name}.m{m}", timing, moved, 2.0 * m * n * k, "cublas", base.p50_us
-        )
+        timing = time_calls([partial(ours, weight=w) for w in weights])
+        base = time_calls([partial(_cublas, out, x, w, glu) for w in weights], replays=7)
+        moved = 2.0 * (n * k + m * (num_outputs + k))
+        beside = "cublas+silu" if glu else "cublas"
+        yield make_row(f"fixed.8b.{name}.m{m}", timing, moved, 2.0 * m * n * k, beside, base.p50_us)
+
+
+def _cublas(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, glu: bool) -> None:
+    product = linear(x, weight)
+    if glu:
+        silu_mul(out, product, pdl=True)
 
 
 def prefill_row(lengths: list[int], shape: ModelShape, tile: PrefillTile | None = None) -> Row:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from bench.sweep_fixed_gemm import merged
 from kernels.activation import silu_mul_ref
 from kernels.fixed_gemm import fixed_linear, fixed_linear_ref
 from kernels.fixed_tiles import (
@@ -251,6 +252,15 @@ def test_fixed_gemm_tiles_come_from_the_sweeps_file(tmp_path) -> None:
     path.write_text('{"shapes": [{"n": 1}]}')
     with pytest.raises(ValueError, match="no table"):
         read_table(path)
+
+
+def test_a_sweep_of_some_rows_keeps_the_tiles_of_the_others_unless_sums_have_other_parts() -> None:
+    old = [{"n": 96, "k": 328, "splits": 2, "tiles": {"16": 1, "2048": 2}}, {"n": 1, "k": 2}]
+    new = {"n": 96, "k": 328, "splits": 2, "tiles": {"64": 3, "2048": 4}}
+    assert merged(old, [new])[0]["tiles"] == {"16": 1, "64": 3, "2048": 4}
+    assert merged(old, [new])[1:] == old[1:]
+    assert merged(old, [new | {"splits": 1}])[0]["tiles"] == new["tiles"]
+    assert merged([], [new]) == [new]
 
 
 def test_every_default_tile_of_a_split_shape_sums_the_same_parts() -> None:
