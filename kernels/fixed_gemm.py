@@ -184,7 +184,7 @@ def fixed_linear(
         and tiles <= len(workspace.arrivals)
         and tiles * splits * tile.block_m * tile.block_n <= len(workspace.partials)
     )
-    # A loop over tiles keeps the next one's loads beside the stored one: no room for 4-byte outputs.
+    # A loop over tiles has the next one's loads beside the stored one: no room for 4-byte outputs.
     persistent = tile.persistent and splits == 1 and out.element_size() == 2
     tma = tile.tma and _takes_descriptors(x, weight)
     programs = min(tiles, _num_processors(x)) if persistent else tiles
