@@ -65,6 +65,9 @@ def fold_tiles(
     stride_token,
     dims,
     group,
+    m,
+    l,
+    acc,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     D: tl.constexpr,
@@ -75,19 +78,17 @@ def fold_tiles(
     TMA: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ):
-    """Maximum [heads], sum [heads] and weighted values [D, heads] of tiles tile_begin .. tile_end -
-    1, each of which has a key that counts.
+    """Add tiles tile_begin .. tile_end - 1 to maximum m [heads], sum l [heads] and weighted values
+    acc [D, heads].
 
-    group: tiles of a group of the nested fold, a power of two. TMA: k_ptr and v_ptr are
-    descriptors. Values of slots that nobody wrote are multiplied by zero: the cache holds none that
-    is not finite (see `kernels.rope`).
+    In order m, l and acc are those of nothing (-inf, 0, 0); otherwise m is finite. group: tiles of
+    a group of the nested fold, a power of two. TMA: k_ptr and v_ptr are descriptors. Values of
+    slots that nobody wrote are multiplied by zero: the cache holds none that is not finite (see
+    `kernels.rope`).
     """
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_D, BLOCK_H], tl.float32)
     m_group, l_group, acc_group = m, l, acc
     # One sum for each key of a tile, added up at the end: no exchange between warps in the loop.
-    l_keys = tl.zeros([TILE, BLOCK_H], tl.float32)
+    l_keys = tl.where(tl.arange(0, TILE)[:, None] == 0, l[None, :], 0.0)
     # A tile in one block: its id is loaded while the tile before is worked on, so that loads of
     # keys depend on no load of their own turn and can be as far ahead as there are stages.
     block_id = block_of(table_at, tile_begin, tile_end, BLOCK_SIZE, TILE)

@@ -11,6 +11,7 @@ for bit the same in every batch.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from kernels.decode_fold import fold_tiles
 from kernels.decode_items import load_item, load_row, prefetch_tile
 from kernels.decode_partials import DecodeWorkspace, join_partials
 from kernels.decode_plan import DecodePlan, group_tiles
+from kernels.decode_rope import NewTokens, begin_with_new_token, load_turned
 from kernels.pdl import pdl_options
 
 LOG2_E = math.log2(math.e)
@@ -42,6 +44,11 @@ def _paged_decode_kernel(
     counts_ptr,
     acc_ptr,
     max_sum_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
     scale_log2,
     window,
     q_stride,
@@ -63,6 +70,9 @@ def _paged_decode_kernel(
     DOT_PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    NEW_TOKENS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    MAX_FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     NUM_Q: tl.constexpr = NUM_KV * GROUP_HEADS
@@ -91,9 +101,30 @@ def _paged_decode_kernel(
         kv_head = work % NUM_KV
         begin = tl.where(window > 0, tl.maximum(seq_len - window, 0), 0)
         tiles = (seq_len + TILE - 1) // TILE - begin // TILE
+        end_tile = span.to(tl.int32)
+        table_at = block_table_ptr + row * table_stride
         q_heads = kv_head * GROUP_HEADS + lanes
-        row_offsets = q_heads[:, None] * D + dims[None, :]
-        q = tl.load(q_ptr + entry.to(tl.int64) * q_stride + row_offsets, mask=q_mask, other=0.0)
+        qkv_at = q_ptr + entry.to(tl.int64) * q_stride
+        m = tl.full([BLOCK_H], float("-inf") if IN_ORDER else -1e30, tl.float32)
+        l = tl.zeros([BLOCK_H], tl.float32)
+        acc = tl.zeros([BLOCK_D, BLOCK_H], tl.float32)
+        num_cached = seq_len
+        if NEW_TOKENS:
+            num_cached = seq_len - 1
+            angle = num_cached.to(tl.int64) * (D // 2)
+            q = load_turned(
+                qkv_at + q_heads[:, None] * D, q_mask, dims, cos_ptr + angle, sin_ptr + angle,
+                q_norm_ptr, eps, D, HAS_NORM,
+            ).to(q_ptr.dtype.element_ty)  # fmt: skip
+            m, l, acc = begin_with_new_token(
+                q, qkv_at, k_ptr, v_ptr, table_at, kv_head, num_cached,
+                end_tile * TILE >= seq_len, cos_ptr, sin_ptr, k_norm_ptr, eps, scale_log2,
+                stride_block, stride_token, dims,
+                NUM_Q, NUM_KV, D, BLOCK_H, BLOCK_D, BLOCK_SIZE, HAS_NORM, MAX_FINITE,
+            )  # fmt: skip
+            end_tile = tl.minimum(end_tile, (num_cached + TILE - 1) // TILE)
+        else:
+            q = tl.load(qkv_at + q_heads[:, None] * D + dims[None, :], mask=q_mask, other=0.0)
         # The next item's fields arrive while this one is worked on.
         is_more = work + step < num_work
         next_entry, next_span, next_slot = load_item(items_ptr, work + step, is_more, NUM_KV)
@@ -101,17 +132,20 @@ def _paged_decode_kernel(
             q,
             k_tiles,
             v_tiles,
-            block_table_ptr + row * table_stride,
+            table_at,
             kv_head * D,
             (span >> 32).to(tl.int32),
-            span.to(tl.int32),
+            end_tile,
             begin,
-            seq_len,
+            num_cached,
             scale_log2,
             stride_block,
             stride_token,
             dims,
             group_tiles(tiles, UP_TO_16, UP_TO_64, BEYOND),
+            m,
+            l,
+            acc,
             BLOCK_SIZE,
             TILE,
             D,
@@ -150,6 +184,7 @@ def paged_decode(
     window: int = 0,
     pdl: bool = False,
     in_order: bool = True,
+    new_tokens: NewTokens | None = None,
 ) -> None:
     """out[b] = softmax(q[b] K^T * scale) V over the cached tokens of entry b, for one new token
     per entry.
@@ -176,7 +211,15 @@ def paged_decode(
         window: sliding window in tokens, the query's own included; 0: none.
         pdl: launch while the kernel before still runs.
         in_order: join partial results in order of position.
+        new_tokens: q is a view of packed qkv rows as they come from the projection (q heads, k
+            heads, v heads): turn queries and keys, and keep each entry's k and v in the cache, at
+            position seq_len - 1, as `rope_kv_write` would. Not with in_order.
+
+    Raises:
+        ValueError: new_tokens together with in_order.
     """
+    if new_tokens is not None and in_order:
+        raise ValueError("paged_decode takes new tokens only where the order of sums is free")
     _, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     group_heads = num_q_heads // num_kv_heads
@@ -197,6 +240,7 @@ def paged_decode(
         plan.counts,
         workspace.acc,
         workspace.max_sum,
+        *_new_token_arguments(q, new_tokens),
         scale * LOG2_E,
         window,
         q.stride(0),
@@ -218,11 +262,22 @@ def paged_decode(
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TMA=tma,
         IN_ORDER=in_order,
+        NEW_TOKENS=new_tokens is not None,
+        HAS_NORM=new_tokens is not None and new_tokens.q_norm is not None,
+        MAX_FINITE=torch.finfo(q.dtype).max,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers or None,
         **options,
     )
     join_partials(out, plan, workspace, in_order, options)
+
+
+def _new_token_arguments(q: torch.Tensor, new: NewTokens | None) -> tuple[Any, ...]:
+    """cos, sin, q_norm, k_norm, eps; any pointer where there is none."""
+    if new is None:
+        return q, q, q, q, 0.0
+    q_norm, k_norm = (q if norm is None else norm for norm in (new.q_norm, new.k_norm))
+    return new.cos, new.sin, q_norm, k_norm, new.eps
 
 
 def paged_decode_ref(

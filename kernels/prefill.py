@@ -91,8 +91,9 @@ def _prefill_kernel(
     lane_offsets = q_heads[:, None] * D + dims[None, :]
     q_mask = lane_mask[:, None] & dim_mask[None, :]
     q = tl.load(q_ptr + q_rows[:, None] * q_stride + lane_offsets, mask=q_mask, other=0.0)
-    q_positions = num_computed + q_index
     last_position = num_computed + tl.minimum(first + BLOCK_Q, num_new) - 1
+    # Lanes without a token see what the last one sees: keys beyond may be anything.
+    q_positions = tl.minimum(num_computed + q_index, last_position)
     key_begin = 0
     if HAS_WINDOW:
         key_begin = tl.maximum(num_computed + first - window + 1, 0)

@@ -16,7 +16,7 @@ from kernels.pdl import pdl_begin, pdl_options
 
 
 @triton.jit
-def _finite(x, LARGEST: tl.constexpr):
+def finite(x, LARGEST: tl.constexpr):
     """x within -LARGEST .. LARGEST; NaN becomes LARGEST."""
     return tl.clamp(tl.where(x == x, x, LARGEST), -LARGEST, LARGEST)
 
@@ -77,8 +77,8 @@ def _rope_kv_write_kernel(
         dtype = qkv_ptr.dtype.element_ty
         turned_low = low * cos[None, :] - high * sin[None, :]
         turned_high = high * cos[None, :] + low * sin[None, :]
-        new_low = tl.where(is_v, _finite(low, MAX_FINITE), turned_low).to(dtype)
-        new_high = tl.where(is_v, _finite(high, MAX_FINITE), turned_high).to(dtype)
+        new_low = tl.where(is_v, finite(low, MAX_FINITE), turned_low).to(dtype)
+        new_high = tl.where(is_v, finite(high, MAX_FINITE), turned_high).to(dtype)
         cache_at = slot * cache_stride + halves[None, :]
         k_at = k_cache_ptr + cache_at + (heads - NUM_Q)[:, None] * D
         v_at = v_cache_ptr + cache_at + (heads - NUM_Q - NUM_KV)[:, None] * D

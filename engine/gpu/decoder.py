@@ -18,6 +18,7 @@ from engine.gpu.linear import Linears
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
 from kernels.activation import silu_mul
+from kernels.decode_rope import NewTokens
 from kernels.embedding import embed
 from kernels.norm import rms_norm
 from kernels.paged_decode import paged_decode
@@ -30,12 +31,14 @@ from kernels.table_updates import gather_rows
 class DecodeWork:
     """Attention over the cache for rows of one new token.
 
-    rows, seq_lens int32 [B]. plans: window -> work list, filled for these lengths.
+    rows, seq_lens int32 [B]. plans: window -> work list, filled for these lengths. turns: attention
+    turns queries and keys and keeps the new ones; otherwise a launch before it has done so.
     """
 
     rows: torch.Tensor
     seq_lens: torch.Tensor
     plans: Plans
+    turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +143,7 @@ class GpuDecoder:
             a.qkv, a.hidden, _dense(layer.qkv),
             bias=layer.qkv_bias, norm_weight=layer.attn_norm, eps=eps, norm_scratch=a.normed,
         )  # fmt: skip
-        self._rope(index, layer, a, pdl=True)
-        self._attend_decode(index, a, work, pdl=True)
+        self._attend_decode(index, layer, a, work, pdl=True)
         fused(a.hidden, a.attended, _dense(layer.o), residual=a.hidden)
         fused(
             a.gated, a.hidden, _dense(layer.gate_up),
@@ -162,9 +164,10 @@ class GpuDecoder:
         not_added = self._not_added(a)
         self._norm(a.normed, a.hidden, not_added if index else None, layer.attn_norm, pdl)
         self.linears.plain(a.qkv, a.normed, _dense(layer.qkv), layer.qkv_bias, pdl)
-        self._rope(index, layer, a, pdl=pdl)
+        if prompts is not None or (decode is not None and not decode.turns):
+            self._rope(index, layer, a, pdl=pdl)
         if decode is not None:
-            self._attend_decode(index, a.first(len(decode.rows)), decode, pdl=pdl)
+            self._attend_decode(index, layer, a.first(len(decode.rows)), decode, pdl=pdl)
         if prompts is not None:
             self._attend_prompts(index, a, prompts)
         self._project(a, a.attended, _dense(layer.o), pdl)
@@ -229,15 +232,21 @@ class GpuDecoder:
         q = a.qkv[:, : self.spec.q_size]
         return q.view(len(q), self.spec.num_heads, self.spec.head_dim)
 
-    def _attend_decode(self, index: int, a: Activations, work: DecodeWork, pdl: bool) -> None:
+    def _attend_decode(
+        self, index: int, layer: LayerWeights, a: Activations, work: DecodeWork, pdl: bool
+    ) -> None:
         window = self.spec.windows[index]
         plan, workspace = work.plans[window]
         k_cache, v_cache = self._cache.layer(index)
+        new = None
+        if work.turns:
+            eps = self.spec.rms_norm_eps
+            new = NewTokens(self._cos, self._sin, layer.q_norm, layer.k_norm, eps)
         paged_decode(
             a.attended.view(len(a.attended), self.spec.num_heads, self.spec.head_dim),
             self._queries(a), k_cache, v_cache, self._block_tables,
             work.rows, work.seq_lens, plan, workspace, self._scale, window=window, pdl=pdl,
-            in_order=self.linears.deterministic,
+            in_order=self.linears.deterministic, new_tokens=new,
         )  # fmt: skip
 
     def _attend_prompts(self, index: int, a: Activations, work: PromptWork) -> None:

@@ -55,7 +55,7 @@ class Fixture:
         self.tables = RowTables(LIMITS, self.spec.vocab_size, DEVICE)
         cache = self.cache = new_kv_memory(self.spec, 32, LIMITS.block_size, torch.float32, DEVICE)
         cache.k.fill_(float("nan"))
-        cache.v.fill_(float("nan"))
+        cache.v.fill_(torch.finfo(cache.v.dtype).max)  # finite, as everything in it
         self.decoder = GpuDecoder(
             self.spec, loaded.weights, cache, self.tables.block_table, self.tables.token_table,
             Linears(deterministic, new_gemm_workspace(DEVICE), fused_rows),

@@ -1,0 +1,113 @@
+"""A decode row's new token inside of decode attention: its query turned, its key turned and kept
+with its value, and its own share of the softmax. Saves a launch in every layer.
+
+Rotation and norm are those of `kernels.rope`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.rope import finite
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """How queries and keys that come raw from the projection are made: cos, sin float32 [max_len,
+    D / 2], contiguous; q_norm, k_norm [D] of the norm over each head before the rotation, both or
+    none; eps of that norm."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 1e-6
+
+
+@triton.jit
+def load_turned(
+    heads_at,
+    mask,
+    dims,
+    cos_at,
+    sin_at,
+    norm_ptr,
+    eps,
+    D: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Heads [H, BLOCK_D] at pointers heads_at [H, 1], normed and turned, float32. cos_at, sin_at:
+    of the token's position."""
+    HALF: tl.constexpr = D // 2
+    is_low = dims < HALF
+    partners = tl.where(is_low, dims + HALF, dims - HALF)
+    angles = tl.where(is_low, dims, dims - HALF)
+    cos = tl.load(cos_at + angles, mask=dims < D, other=0.0)
+    sin = tl.load(sin_at + angles, mask=dims < D, other=0.0)
+    x = tl.load(heads_at + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(heads_at + partners[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        weight = tl.load(norm_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
+        partner_weight = tl.load(norm_ptr + partners, mask=dims < D, other=0.0).to(tl.float32)
+        x = x * scale * weight[None, :]
+        partner = partner * scale * partner_weight[None, :]
+    return x * cos[None, :] + partner * tl.where(is_low, -sin, sin)[None, :]
+
+
+@triton.jit
+def begin_with_new_token(
+    q,
+    qkv_at,
+    k_ptr,
+    v_ptr,
+    table_at,
+    kv_head,
+    position,
+    is_here,
+    cos_ptr,
+    sin_ptr,
+    k_norm_ptr,
+    eps,
+    scale_log2,
+    stride_block,
+    stride_token,
+    dims,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    MAX_FINITE: tl.constexpr,
+):
+    """Where is_here: keep the token's key and value in the cache, and return the softmax over it
+    alone: maximum [heads], sum [heads], weighted values [D, heads]. Elsewhere: nothing yet.
+
+    q [heads, D]: turned. qkv_at: the token's packed heads.
+    """
+    dim_mask = (dims < D) & is_here
+    row_dims = tl.arange(0, BLOCK_D)
+    row_mask = (row_dims < D) & is_here
+    k_at = qkv_at + (NUM_Q + kv_head) * D + tl.zeros([1, 1], tl.int32)
+    angle = position.to(tl.int64) * (D // 2)
+    k = load_turned(
+        k_at, dim_mask[None, :], dims, cos_ptr + angle, sin_ptr + angle, k_norm_ptr, eps,
+        D, HAS_NORM,
+    ).to(q.dtype)  # fmt: skip
+    v_at = qkv_at + (NUM_Q + NUM_KV + kv_head) * D
+    v = finite(tl.load(v_at + row_dims, mask=row_mask, other=0.0).to(tl.float32), MAX_FINITE)
+    block_id = tl.load(table_at + position // BLOCK_SIZE, mask=is_here, other=0).to(tl.int64)
+    to = block_id * stride_block + (position % BLOCK_SIZE) * stride_token + kv_head * D
+    tl.store(k_ptr + to + dims[None, :], k, mask=dim_mask[None, :])
+    tl.store(v_ptr + to + row_dims, v.to(q.dtype), mask=row_mask)
+    s = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2
+    m = tl.where(is_here, s, -1e30)
+    l = tl.zeros([BLOCK_H], tl.float32) + is_here.to(tl.float32)
+    acc = tl.zeros([BLOCK_D, BLOCK_H], tl.float32) + v[:, None]
+    return m, l, acc
