@@ -21,13 +21,13 @@ import torch
 
 import engine.gpu.attention_plans as attention_plans
 from bench.offline import NUM_PROCESSORS, Compiled, OfflineDriver, compiled_kernels, pretend
-from engine.gpu.activations import Activations
-from engine.gpu.buffers import new_shared_buffers
+from engine.gpu.buffers import SharedBuffers, new_shared_buffers
 from engine.gpu.decode_graph import DecodeGraph
-from engine.gpu.decoder import DecodeWork, GpuDecoder, PromptWork
+from engine.gpu.decoder import GpuDecoder
 from engine.gpu.kv_memory import new_kv_memory
 from engine.gpu.linear import Linears, max_fused_rows
 from engine.gpu.memory import StepLimits
+from engine.gpu.packed_step import PackedSteps
 from engine.gpu.prompt_graph import PromptGraph
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.staging import StepSlots
@@ -42,19 +42,28 @@ LIMITS = StepLimits(256, 8192, 2048, 64)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
-def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: list[int]) -> None:
-    """Launch decode steps of these sizes, captured prompt steps and one packed step."""
+def parts_of(
+    spec: ModelSpec, dtype: torch.dtype, deterministic: bool, limits: StepLimits = LIMITS
+) -> tuple[GpuDecoder, RowTables, SharedBuffers]:
+    """What steps are made of, on tensors without memory."""
     weights = assemble(
         spec,
         {name: torch.empty(shape, dtype=dtype, device=META) for name, shape in named_shapes(spec)},
     )
-    tables = RowTables(LIMITS, spec.vocab_size, META)
+    tables = RowTables(limits, spec.vocab_size, META)
     decoder = GpuDecoder(
-        spec, weights, new_kv_memory(spec, 64, LIMITS.block_size, dtype, META),
+        spec, weights, new_kv_memory(spec, 64, limits.block_size, dtype, META),
         tables.block_table, tables.token_table,
         Linears(deterministic, new_gemm_workspace(META), max_fused_rows(spec.hidden_size)),
     )  # fmt: skip
-    buffers = new_shared_buffers(spec, LIMITS, dtype, META, deterministic)
+    attention_plans.num_processors = lambda device: NUM_PROCESSORS
+    return decoder, tables, new_shared_buffers(spec, limits, dtype, META, deterministic)
+
+
+def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: list[int]) -> None:
+    """Launch decode steps of these sizes, captured prompt steps, and all that warms up the steps
+    that are launched kernel by kernel."""
+    decoder, tables, buffers = parts_of(spec, dtype, deterministic)
     slots = StepSlots(4096, LIMITS.max_num_seqs, META)
     parts = (decoder, tables, buffers, LIMITS.block_size, slots)
     for size in sizes:
@@ -63,28 +72,23 @@ def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: li
     for tokens, rows in ((16, 1), (1024, 1), (2048, 8)):
         PromptGraph(tokens, rows, SampleKind.PLAIN, *parts).run(slots)
     tables.warm_up()
-    _packed(decoder, buffers.activations.first(600), buffers)
+    for _ in PackedSteps(decoder, tables, buffers, LIMITS).warm_ups():
+        pass
 
 
-def _packed(decoder: GpuDecoder, a: Activations, buffers: object) -> None:
-    def ints(count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.int32, device=META)
-
-    plans = buffers.attention.of(5)  # type: ignore[attr-defined]
-    head = buffers.head  # type: ignore[attr-defined]
-    decode = DecodeWork(ints(5), ints(5), plans)
-    decoder.packed(a, decode, PromptWork(5, ints(3), ints(3), ints(4)), ints(8), head)
+def one_layer_spec(shape: str, directory: Path) -> ModelSpec:
+    """A named shape with one layer: layers of a model launch the same kernels."""
+    spec = read_spec(write_shape(shape, directory))
+    object.__setattr__(spec, "num_layers", 1)
+    return spec
 
 
 def check(shapes: list[str], dtypes: list[str], sizes: list[int]) -> OfflineDriver:
     """Compile all steps of these shapes."""
     offline = pretend()
-    attention_plans.num_processors = lambda device: NUM_PROCESSORS
     with tempfile.TemporaryDirectory() as scratch:
         for shape in shapes:
-            spec = read_spec(write_shape(shape, Path(scratch)))
-            # One layer each: layers of a model launch the same kernels.
-            object.__setattr__(spec, "num_layers", 1)
+            spec = one_layer_spec(shape, Path(scratch))
             for dtype in dtypes:
                 for deterministic in (False, True):
                     began = time.monotonic()

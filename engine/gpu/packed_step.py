@@ -14,6 +14,7 @@ from engine.gpu.memory import StepLimits
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
 from engine.gpu.staging import StepUpload
+from engine.gpu.warm_ups import padding_steps
 from engine.plan import StepPlan
 from kernels.decode_plan import plan_decode
 from kernels.inputs import expand_inputs
@@ -37,7 +38,7 @@ class PackedSteps:
         self._decoder = decoder
         self._tables = tables
         self._buffers = buffers
-        self._block_size = limits.block_size
+        self._limits = limits
         device = tables.block_table.device
         self._upload = StepUpload(upload_capacity(limits), device)
         self._seq_lens = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
@@ -66,7 +67,7 @@ class PackedSteps:
         seq_lens = self._seq_lens[: len(rows)]
         expand_inputs(
             a.token_rows, a.positions, a.slots, seq_lens,
-            rows, num_computed, cu, self._tables.block_table, self._block_size,
+            rows, num_computed, cu, self._tables.block_table, self._limits.block_size,
         )  # fmt: skip
         logits = self._layers(plan, a, rows, seq_lens, cu_prompt, sample_tokens)
         num_sampled = len(sampled)
@@ -76,13 +77,11 @@ class PackedSteps:
 
     def warm_ups(self) -> Iterator[None]:
         """Compile the kernels of such steps piece by piece, each by a step of padding: nothing is
-        read or written for it."""
-        max_rows = len(self._seq_lens)
-        for kind in SampleKind:
-            for num_decode in range(min(max_rows, 3)):
-                chunks = [16, 3][: max_rows - num_decode]
-                self.run(_padding_plan(num_decode, chunks), kind)
-                yield
+        read or written for it. After the last, no mix of rows needs another."""
+        decoder, dtype = self._decoder, self._buffers.activations.hidden.dtype
+        for kind, plan in padding_steps(decoder.spec, dtype, decoder.linears, self._limits):
+            self.run(plan, kind)
+            yield
 
     def _layers(
         self,
@@ -104,13 +103,3 @@ class PackedSteps:
         if num_decode < len(rows):
             prompts = PromptWork(num_decode, rows[num_decode:], seq_lens[num_decode:], cu_prompt)
         return self._decoder.packed(a, decode, prompts, sample_tokens, self._buffers.head)
-
-
-def _padding_plan(num_decode: int, chunks: list[int]) -> StepPlan:
-    """Decode rows and prompt chunks that belong to nobody."""
-    num_new = np.array([1] * num_decode + chunks, np.int32)
-    none, padding = np.zeros(0, np.int32), np.full(len(num_new), -1, np.int32)
-    return StepPlan(
-        0, (), none, none, none, padding, np.zeros_like(padding), num_new,
-        np.ones(len(padding), np.bool_), num_decode,
-    )  # fmt: skip

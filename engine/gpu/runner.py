@@ -22,6 +22,7 @@ from engine.gpu.graph_cache import GraphCache
 from engine.gpu.memory import StepLimits
 from engine.gpu.packed_step import PackedSteps
 from engine.gpu.row_tables import RowTables, SampleKind
+from engine.gpu.sampling import sample_rows
 from engine.gpu.staging import NUM_SLOTS
 from engine.plan import RunnerInfo, StepPlan, StepResult
 
@@ -116,6 +117,15 @@ class GpuRunner:
         out = self._buffers
         self._graphs.spare.publish(out.out_tokens[:0], out.out_bad[:0])
         yield
+        # Graphs with filters or penalties are captured when the first such request comes, which
+        # shall wait for no compilation then.
+        logits = out.head.logits
+        padding = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
+        for kind in (SampleKind.FILTERED, SampleKind.PENALISED):
+            for num_rows in (1, len(logits)):
+                rows = padding[:num_rows]
+                sample_rows(kind, logits[:num_rows], rows, rows, self._tables, out, pdl=True)
+                yield
 
     def close(self) -> None:
         """Wait for the device; memory goes with the objects."""
