@@ -70,3 +70,10 @@ def block_of(table_at, tile, end_tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.con
         at = table_at + tile * BLOCK_N // BLOCK_SIZE
         block_id = tl.load(at, mask=tile < end_tile, other=0)
     return block_id
+
+
+def gather_kv(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """The first seq_len tokens of one row out of a paged cache: [seq_len, HKV, D]."""
+    block_size = cache.shape[1]
+    blocks = block_table[: -(-seq_len // block_size)].long()
+    return cache[blocks].flatten(0, 1)[:seq_len]

@@ -180,16 +180,15 @@ def join_partials(
     out: torch.Tensor,
     plan: DecodePlan,
     workspace: DecodeWorkspace,
-    in_order: bool,
     options: dict[str, Any],
 ) -> None:
-    """Write the rows of out [B, HQ, D] that have several items; in_order, and for many rows: by the
-    first kernel's own fold."""
+    """Write the rows of out [B, HQ, D] that have several items; of a plan in order, and for many
+    rows: by the first kernel's own fold."""
     num_rows, num_q_heads, head_dim = out.shape
     shape = reduce_shape(num_rows, num_q_heads)
     args = (out, plan.entries, workspace.acc, workspace.max_sum, out.stride(0))
     sizes = {"NUM_Q": num_q_heads, "D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
-    if in_order or shape.heads > 1:
+    if plan.in_order or shape.heads > 1:
         reduce_kernel[num_rows, triton.cdiv(num_q_heads, shape.heads)](
             *args, **sizes, HEADS=shape.heads, UNROLL=shape.unroll, num_warps=shape.num_warps,
             **options,

@@ -6,6 +6,9 @@ the same nested fold: tiles into groups, groups into the row, in order. What var
 only how much of that fold one work item does: a tile (few rows: use every multiprocessor), a group,
 or the whole row (many rows: no partial results). So with one tile for all batches the numbers do
 not depend on the batch, and the choice is made here, on the device, where the lengths are.
+
+Where the order of sums is free, an item is any number of tiles: the one with which the busiest
+program has least to do.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ NUM_COUNTS = 4
 wide."""
 
 
+WHOLE_ROW = tl.constexpr(1 << 20)
+"""Tiles an item: more than any row has."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Device buffers of a work list; allocated once per batch bucket, refilled every step.
@@ -32,7 +39,7 @@ class DecodePlan:
     writes the output). counts int32 [4]: number of items, then unused. entries int32 [B, 4]: first
     slot, number of items, place of the first item in its group, items per group. tile: the cut of a
     row. num_programs: programs of the attention kernel. max_slots: partial results that the
-    workspace holds; it also bounds max_items.
+    workspace holds; it also bounds max_items. in_order: items follow the nested fold.
     """
 
     items: torch.Tensor
@@ -41,6 +48,7 @@ class DecodePlan:
     tile: DecodeTile
     num_programs: int
     max_slots: int
+    in_order: bool
 
 
 def new_decode_plan(
@@ -49,8 +57,10 @@ def new_decode_plan(
     num_programs: int,
     max_slots: int,
     device: torch.device,
+    in_order: bool = True,
 ) -> DecodePlan:
-    """Allocate the buffers of a plan for at most batch_size entries."""
+    """Allocate the buffers of a plan for at most batch_size entries; in_order: a row's sums are
+    joined in order of position, the same in every batch."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -62,6 +72,7 @@ def new_decode_plan(
         tile=tile,
         num_programs=num_programs,
         max_slots=max_slots,
+        in_order=in_order,
     )
 
 
@@ -92,6 +103,68 @@ def _cost(items, share, longest, num_kv_heads, num_programs, max_slots):
     return tl.where(total <= max_slots, cost, 1e30)
 
 
+@triton.jit
+def _tiles_in_order(
+    begins, ends, tiles, groups, num_kv_heads, num_programs, max_slots, BLOCK_B: tl.constexpr
+):
+    """Tiles an item, for each row: one, its group, or all."""
+    live_rows = tl.sum((tiles > 0).to(tl.int32), axis=0)
+    share = tl.sum(tiles, axis=0).to(tl.float32) * num_kv_heads / num_programs
+    longest = tl.max(tiles, axis=0)
+    by_tile = _cost(
+        _items_of(begins, ends, tiles, 1), share, tl.minimum(longest, 1),
+        num_kv_heads, num_programs, max_slots,
+    )  # fmt: skip
+    by_group = _cost(
+        _items_of(begins, ends, tiles, groups), share, tl.max(tl.minimum(tiles, groups), axis=0),
+        num_kv_heads, num_programs, max_slots,
+    )  # fmt: skip
+    row_rounds = (live_rows * num_kv_heads + num_programs - 1) // num_programs
+    by_row = (row_rounds * longest).to(tl.float32)
+    best = tl.minimum(tl.minimum(by_tile, by_group), by_row)
+    per_items = tl.zeros([BLOCK_B], tl.int32) + WHOLE_ROW
+    if best < by_row:
+        per_items = groups
+        if by_tile <= best:
+            per_items = tl.full([BLOCK_B], 1, tl.int32)
+    return per_items
+
+
+@triton.jit
+def _even_cost(begins, ends, tiles, per_item, num_kv_heads, num_programs, max_slots):
+    """Tiles that the busiest program works on, with tolls for items and partial results, at
+    per_item tiles an item. Full items are dealt out first, each row's last one after them."""
+    items = _items_of(begins, ends, tiles, per_item)
+    full = tl.sum(tl.maximum(items - 1, 0), axis=0) * num_kv_heads
+    lasts = tl.sum((items > 0).to(tl.int32), axis=0) * num_kv_heads
+    last = tl.max(tl.where(items > 0, ends - tl.maximum((items - 1) * per_item, begins), 0), axis=0)
+    last = tl.minimum(last, per_item)
+    rounds = (full + num_programs - 1) // num_programs
+    room = rounds * num_programs - full
+    more = (tl.maximum(lasts - room, 0) + num_programs - 1) // num_programs
+    cost = (rounds * per_item + more * last).to(tl.float32)
+    cost += 0.2 * (rounds + more) + 0.5 + 0.03 * tl.max(items, axis=0)
+    return tl.where(full + lasts <= max_slots * num_kv_heads, cost, 1e30)
+
+
+@triton.jit
+def _tiles_evenly(
+    begins, ends, tiles, num_kv_heads, num_programs, max_slots, BLOCK_B: tl.constexpr
+):
+    """Tiles an item, the same for each row."""
+    live_rows = tl.sum((tiles > 0).to(tl.int32), axis=0)
+    row_rounds = (live_rows * num_kv_heads + num_programs - 1) // num_programs
+    least = (row_rounds * tl.max(tiles, axis=0)).to(tl.float32)
+    best = tl.zeros([], tl.int32) + WHOLE_ROW
+    for exponent in tl.static_range(0, 6):
+        for step in tl.static_range(4):  # 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 ...
+            per_item = step + 1 if exponent == 0 else (4 + step) << (exponent - 1)
+            cost = _even_cost(begins, ends, tiles, per_item, num_kv_heads, num_programs, max_slots)
+            best = tl.where(cost < least, per_item, best)
+            least = tl.minimum(cost, least)
+    return tl.zeros([BLOCK_B], tl.int32) + best
+
+
 # Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["batch_size"])
 def _plan_kernel(
@@ -109,6 +182,7 @@ def _plan_kernel(
     UP_TO_64: tl.constexpr,
     BEYOND: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per entry. Each reads all lengths, agrees on the granularity and writes its own
@@ -121,25 +195,14 @@ def _plan_kernel(
     begins = tl.where(window > 0, tl.maximum(seq_lens - window, 0) // TILE, 0)
     tiles = ends - begins
     groups = group_tiles(tiles, UP_TO_16, UP_TO_64, BEYOND)
-    live_rows = tl.sum((tiles > 0).to(tl.int32), axis=0)
-    share = tl.sum(tiles, axis=0).to(tl.float32) * num_kv_heads / num_programs
-    longest = tl.max(tiles, axis=0)
-    by_tile = _cost(
-        _items_of(begins, ends, tiles, 1), share, tl.minimum(longest, 1),
-        num_kv_heads, num_programs, max_slots,
-    )  # fmt: skip
-    by_group = _cost(
-        _items_of(begins, ends, tiles, groups), share, tl.max(tl.minimum(tiles, groups), axis=0),
-        num_kv_heads, num_programs, max_slots,
-    )  # fmt: skip
-    row_rounds = (live_rows * num_kv_heads + num_programs - 1) // num_programs
-    by_row = (row_rounds * longest).to(tl.float32)
-    best = tl.minimum(tl.minimum(by_tile, by_group), by_row)
-    per_items = tl.zeros([BLOCK_B], tl.int32) + (1 << 20)  # more tiles than any row has
-    if best < by_row:
-        per_items = groups
-        if by_tile <= best:
-            per_items = tl.full([BLOCK_B], 1, tl.int32)
+    if IN_ORDER:
+        per_items = _tiles_in_order(
+            begins, ends, tiles, groups, num_kv_heads, num_programs, max_slots, BLOCK_B
+        )
+    else:
+        per_items = _tiles_evenly(
+            begins, ends, tiles, num_kv_heads, num_programs, max_slots, BLOCK_B
+        )
     counts = _items_of(begins, ends, tiles, per_items)
     # Full-size items come first, each row's last one after all of them: short items fill the tail.
     heads = tl.maximum(counts - 1, 0)
@@ -152,7 +215,9 @@ def _plan_kernel(
     begin = tl.sum(tl.where(is_own, begins, 0), axis=0)
     end = tl.sum(tl.where(is_own, ends, 0), axis=0)
     per_item = tl.sum(tl.where(is_own, per_items, 0), axis=0)
-    per_group = tl.maximum(tl.sum(tl.where(is_own, groups, 0), axis=0) // per_item, 1)
+    per_group = 1
+    if IN_ORDER:
+        per_group = tl.maximum(tl.sum(tl.where(is_own, groups, 0), axis=0) // per_item, 1)
     if entry == 0:
         tl.store(counts_ptr, total_heads + tl.sum(tl.where(counts > 0, 1, 0), axis=0))
     tl.store(entries_ptr + entry * 4, slot_before)
@@ -204,6 +269,7 @@ def plan_decode(
         UP_TO_64=plan.tile.groups.up_to_64,
         BEYOND=plan.tile.groups.beyond,
         BLOCK_B=block,
+        IN_ORDER=plan.in_order,
         num_warps=1 if block <= 64 else 4,
         **pdl_options(plan.items, pdl),
     )

@@ -7,6 +7,7 @@ Rotation and norm are those of `kernels.rope`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -26,6 +27,14 @@ class NewTokens:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 1e-6
+
+
+def new_token_arguments(q: torch.Tensor, new: NewTokens | None) -> tuple[Any, ...]:
+    """cos, sin, q_norm, k_norm and eps for the kernel; any pointer where there is none."""
+    if new is None:
+        return q, q, q, q, 0.0
+    q_norm, k_norm = (q if norm is None else norm for norm in (new.q_norm, new.k_norm))
+    return new.cos, new.sin, q_norm, k_norm, new.eps
 
 
 @triton.jit

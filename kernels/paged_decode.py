@@ -11,19 +11,23 @@ for bit the same in every batch.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cache_tiles import cache_tiles, takes_tiles
+from kernels.cache_tiles import cache_tiles, gather_kv, takes_tiles
 from kernels.decode_fold import fold_tiles
 from kernels.decode_items import load_item, load_row, prefetch_tile
 from kernels.decode_partials import DecodeWorkspace, join_partials
 from kernels.decode_plan import DecodePlan, group_tiles
-from kernels.decode_rope import NewTokens, begin_with_new_token, load_turned
+from kernels.decode_rope import (
+    NewTokens,
+    begin_with_new_token,
+    load_turned,
+    new_token_arguments,
+)
 from kernels.pdl import pdl_options
 
 LOG2_E = math.log2(math.e)
@@ -129,33 +133,11 @@ def _paged_decode_kernel(
         is_more = work + step < num_work
         next_entry, next_span, next_slot = load_item(items_ptr, work + step, is_more, NUM_KV)
         m, l, acc = fold_tiles(
-            q,
-            k_tiles,
-            v_tiles,
-            table_at,
-            kv_head * D,
-            (span >> 32).to(tl.int32),
-            end_tile,
-            begin,
-            num_cached,
-            scale_log2,
-            stride_block,
-            stride_token,
-            dims,
-            group_tiles(tiles, UP_TO_16, UP_TO_64, BEYOND),
-            m,
-            l,
-            acc,
-            BLOCK_SIZE,
-            TILE,
-            D,
-            BLOCK_H,
-            BLOCK_D,
-            STAGES,
-            DOT_PRECISION,
-            TMA,
-            IN_ORDER,
-        )
+            q, k_tiles, v_tiles, table_at, kv_head * D, (span >> 32).to(tl.int32), end_tile,
+            begin, num_cached, scale_log2, stride_block, stride_token, dims,
+            group_tiles(tiles, UP_TO_16, UP_TO_64, BEYOND), m, l, acc,
+            BLOCK_SIZE, TILE, D, BLOCK_H, BLOCK_D, STAGES, DOT_PRECISION, TMA, IN_ORDER,
+        )  # fmt: skip
         next_seq_len, next_row = load_row(seq_len_ptr, row_ptr, next_entry, is_more)
         if slot >= 0:
             at = slot.to(tl.int64) * NUM_Q + q_heads
@@ -183,7 +165,6 @@ def paged_decode(
     scale: float,
     window: int = 0,
     pdl: bool = False,
-    in_order: bool = True,
     new_tokens: NewTokens | None = None,
 ) -> None:
     """out[b] = softmax(q[b] K^T * scale) V over the cached tokens of entry b, for one new token
@@ -191,9 +172,9 @@ def paged_decode(
 
     Values in the cache must be finite, also where nobody has written yet. Entries with seq_len 0
     are not in the plan: their output is left alone. The new token's k and v must be in the cache.
-    With in_order the result of an entry depends on its own tokens and the plan's tile only, to the
-    last bit. With pdl, the plan, lengths, rows and block tables are read before the wait for the
-    kernel before: they must have been written by work that a launch without pdl has waited for
+    With a plan in order the result of an entry depends on its own tokens and the plan's tile only,
+    to the last bit. With pdl, the plan, lengths, rows and block tables are read before the wait for
+    the kernel before: they must have been written by work that a launch without pdl has waited for
     since (that launch may be plan_decode itself, when at least one kernel lies between it and this
     one).
 
@@ -210,15 +191,14 @@ def paged_decode(
         scale: usually D ** -0.5.
         window: sliding window in tokens, the query's own included; 0: none.
         pdl: launch while the kernel before still runs.
-        in_order: join partial results in order of position.
         new_tokens: q is a view of packed qkv rows as they come from the projection (q heads, k
             heads, v heads): turn queries and keys, and keep each entry's k and v in the cache, at
-            position seq_len - 1, as `rope_kv_write` would. Not with in_order.
+            position seq_len - 1, as `rope_kv_write` would. Not with a plan in order.
 
     Raises:
-        ValueError: new_tokens together with in_order.
+        ValueError: new_tokens together with a plan in order.
     """
-    if new_tokens is not None and in_order:
+    if new_tokens is not None and plan.in_order:
         raise ValueError("paged_decode takes new tokens only where the order of sums is free")
     _, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -240,7 +220,7 @@ def paged_decode(
         plan.counts,
         workspace.acc,
         workspace.max_sum,
-        *_new_token_arguments(q, new_tokens),
+        *new_token_arguments(q, new_tokens),
         scale * LOG2_E,
         window,
         q.stride(0),
@@ -261,7 +241,7 @@ def paged_decode(
         STAGES=tile.num_stages,
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TMA=tma,
-        IN_ORDER=in_order,
+        IN_ORDER=plan.in_order,
         NEW_TOKENS=new_tokens is not None,
         HAS_NORM=new_tokens is not None and new_tokens.q_norm is not None,
         MAX_FINITE=torch.finfo(q.dtype).max,
@@ -269,15 +249,7 @@ def paged_decode(
         maxnreg=tile.max_registers or None,
         **options,
     )
-    join_partials(out, plan, workspace, in_order, options)
-
-
-def _new_token_arguments(q: torch.Tensor, new: NewTokens | None) -> tuple[Any, ...]:
-    """cos, sin, q_norm, k_norm, eps; any pointer where there is none."""
-    if new is None:
-        return q, q, q, q, 0.0
-    q_norm, k_norm = (q if norm is None else norm for norm in (new.q_norm, new.k_norm))
-    return new.cos, new.sin, q_norm, k_norm, new.eps
+    join_partials(out, plan, workspace, options)
 
 
 def paged_decode_ref(
@@ -308,10 +280,3 @@ def paged_decode_ref(
         scores = torch.einsum("hd,khd->hk", q[entry].to(dtype), k) * scale
         out[entry] = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
     return out.reshape(-1, num_q_heads, head_dim)
-
-
-def gather_kv(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """The first seq_len tokens of one row out of a paged cache: [seq_len, HKV, D]."""
-    block_size = cache.shape[1]
-    blocks = block_table[: -(-seq_len // block_size)].long()
-    return cache[blocks].flatten(0, 1)[:seq_len]

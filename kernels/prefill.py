@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cache_tiles import block_of, cache_tiles, load_tile, takes_tiles
-from kernels.paged_decode import LOG2_E, gather_kv
+from kernels.cache_tiles import block_of, cache_tiles, gather_kv, load_tile, takes_tiles
+from kernels.paged_decode import LOG2_E
 from kernels.tiles import PrefillTile, prefill_tile
 
 

@@ -48,7 +48,7 @@ def new_attention_plans(
         for window in sorted(set(spec.windows)):
             plan = new_decode_plan(
                 min(most, limits.max_num_seqs), tile, num_sms * tile.programs_per_sm, MAX_SLOTS,
-                device,
+                device, in_order=same_bits,
             )  # fmt: skip
             if workspace is None:  # steps and layers take turns
                 workspace = new_decode_workspace(

@@ -246,7 +246,7 @@ class GpuDecoder:
             a.attended.view(len(a.attended), self.spec.num_heads, self.spec.head_dim),
             self._queries(a), k_cache, v_cache, self._block_tables,
             work.rows, work.seq_lens, plan, workspace, self._scale, window=window, pdl=pdl,
-            in_order=self.linears.deterministic, new_tokens=new,
+            new_tokens=new,
         )  # fmt: skip
 
     def _attend_prompts(self, index: int, a: Activations, work: PromptWork) -> None:

@@ -67,7 +67,7 @@ class DecodeSet:
     rows: torch.Tensor
     seq_lens: torch.Tensor
 
-    def run(self, plan: DecodePlan, workspace: DecodeWorkspace, in_order: bool = False) -> None:
+    def run(self, plan: DecodePlan, workspace: DecodeWorkspace) -> None:
         """Launch the kernel once, with the plan's tile."""
         scale = self.q.shape[2] ** -0.5
         paged_decode(
@@ -82,7 +82,6 @@ class DecodeSet:
             workspace,
             scale,
             pdl=True,
-            in_order=in_order,
         )
 
 
@@ -114,10 +113,11 @@ def decode_set(
 
 
 def decode_plan_for(inputs: DecodeSet, tile: DecodeTile) -> tuple[DecodePlan, DecodeWorkspace]:
-    """A filled plan and its workspace for one batch."""
+    """A filled plan and its workspace for one batch, in any order of sums."""
     processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count if HAS_GPU else 2
     num_q_heads, head_dim = inputs.q.shape[1:]
     num_kv_heads = inputs.k_cache.shape[2]
-    plan = new_decode_plan(len(inputs.rows), tile, processors * tile.programs_per_sm, 8192, DEVICE)
+    programs = processors * tile.programs_per_sm
+    plan = new_decode_plan(len(inputs.rows), tile, programs, 8192, DEVICE, in_order=False)
     plan_decode(plan, inputs.seq_lens, num_kv_heads)
     return plan, new_decode_workspace(plan, num_q_heads, num_kv_heads, head_dim)

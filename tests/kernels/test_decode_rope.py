@@ -21,13 +21,13 @@ def attend(qkv, caches, rows, lengths, num_heads, num_programs, window, tile, ne
     """Decode attention of packed qkv rows over these caches."""
     num_kv_heads, head_dim = caches[0].shape[2:]
     q = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
-    plan = new_decode_plan(len(rows), tile, num_programs, 256, q.device)
+    plan = new_decode_plan(len(rows), tile, num_programs, 256, q.device, in_order=False)
     plan_decode(plan, lengths, num_kv_heads, window)
     out = poisoned(*q.shape, dtype=q.dtype)
     paged_decode(
         out, q, *caches, rows, lengths, plan,
         new_decode_workspace(plan, num_heads, num_kv_heads, head_dim), head_dim**-0.5, window,
-        in_order=False, new_tokens=new_tokens,
+        new_tokens=new_tokens,
     )  # fmt: skip
     return out
 
@@ -81,6 +81,6 @@ def test_new_tokens_have_no_place_in_a_fixed_order() -> None:
     with pytest.raises(ValueError, match="order of sums"):
         paged_decode(
             poisoned(1, 1, 16, dtype=dtype), qkv[:, :16].view(1, 1, 16), *caches, ints([0]),
-            ints([5]), plan, new_decode_workspace(plan, 1, 1, 16), 0.25, in_order=True,
+            ints([5]), plan, new_decode_workspace(plan, 1, 1, 16), 0.25,
             new_tokens=NewTokens(cos, sin),
         )  # fmt: skip

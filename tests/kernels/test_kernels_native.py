@@ -25,7 +25,7 @@ def decode_with_table_tile(q, caches, rows, seq_lens, num_programs, in_order=Tru
     """With the tile for any number of rows, or, where the order is free, with that for these."""
     tile = decode_tile(q.shape[2], q.dtype, len(rows), same_bits=in_order)
     num_kv_heads = caches[0].shape[2]
-    plan = new_decode_plan(len(rows), tile, num_programs, 4096, q.device)
+    plan = new_decode_plan(len(rows), tile, num_programs, 4096, q.device, in_order)
     workspace = new_decode_workspace(plan, q.shape[1], num_kv_heads, q.shape[2])
     out = poisoned(*q.shape, dtype=q.dtype)
     for _ in range(3):  # a race shows as a difference between repeats
@@ -33,9 +33,7 @@ def decode_with_table_tile(q, caches, rows, seq_lens, num_programs, in_order=Tru
         plan_decode(plan, seq_lens, num_kv_heads)
         again.fill_(float("nan"))  # the launch that must lie between plan and attention
         scale = q.shape[2] ** -0.5
-        paged_decode(
-            again, q, *caches, rows, seq_lens, plan, workspace, scale, pdl=True, in_order=in_order
-        )
+        paged_decode(again, q, *caches, rows, seq_lens, plan, workspace, scale, pdl=True)
         assert out.isnan().all() or torch.equal(out, again)
         out = again
     return out

@@ -42,17 +42,14 @@ def decode(
 ):  # fmt: skip
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    plan = new_decode_plan(len(rows), tile, num_programs, slots, q.device)
+    plan = new_decode_plan(len(rows), tile, num_programs, slots, q.device, in_order)
     workspace = new_decode_workspace(plan, num_q_heads, num_kv_heads, head_dim)
     workspace.acc.fill_(float("nan"))
     workspace.max_sum.fill_(float("nan"))
     out = poisoned(*q.shape, dtype=q.dtype)
     plan_decode(plan, seq_lens, num_kv_heads, window)
     scale = head_dim**-0.5
-    paged_decode(
-        out, q, k_cache, v_cache, tables, rows, seq_lens, plan, workspace, scale, window,
-        in_order=in_order,
-    )  # fmt: skip
+    paged_decode(out, q, k_cache, v_cache, tables, rows, seq_lens, plan, workspace, scale, window)
     return out
 
 
@@ -159,9 +156,12 @@ def test_tiles_loaded_by_one_instruction_give_the_same_bits(tile_tokens) -> None
         assert plain[[0, 2]].isfinite().all()
 
 
-def plan_of(lengths, num_programs, slots=4096, window=0, tile=TILE, num_kv_heads=2):
+def plan_of(
+    lengths, num_programs, slots=4096, window=0, tile=TILE, num_kv_heads=2, in_order=True
+):  # fmt: skip
     """Item lengths in tiles, as the plan made them."""
-    plan = new_decode_plan(len(lengths), tile, num_programs, slots, torch.device(DEVICE))
+    device = torch.device(DEVICE)
+    plan = new_decode_plan(len(lengths), tile, num_programs, slots, device, in_order)
     plan_decode(plan, ints(lengths), num_kv_heads, window)
     items = plan.items[: int(plan.counts[0])].tolist()
     return plan, sorted({b - a for _, a, b, _ in items})
@@ -173,6 +173,20 @@ def test_a_work_item_is_a_tile_a_group_or_a_row_as_the_batch_grows() -> None:
     assert plan_of([1152], 264, tile=tile, num_kv_heads=8)[1] == [1]
     assert plan_of([1152] * 8, 264, tile=tile, num_kv_heads=8)[1] == [1, 2]
     assert plan_of([1152] * 64, 264, tile=tile, num_kv_heads=8)[1] == [9]
+
+
+def test_in_any_order_items_are_as_long_as_leaves_the_busiest_program_least() -> None:
+    """Rows of 18 tiles over 8 kv heads, 264 programs."""
+    tile = DecodeTile(64, 4, 2, 2)
+    lengths = {
+        count: plan_of([1152] * count, 264, tile=tile, num_kv_heads=8, in_order=False)[1]
+        for count in (1, 4, 8, 64, 256)
+    }
+    assert lengths == {1: [1], 4: [3], 8: [3, 5], 64: [18], 256: [18]}
+    # One long row beside short ones is cut, and partial results stay within the workspace.
+    plan, items = plan_of([60_000, 64, 64], 264, 24, tile=tile, num_kv_heads=8, in_order=False)
+    assert max(items) < 938 // 8
+    assert int(plan.counts[0]) <= 24
 
 
 def test_the_tables_have_a_tile_for_any_number_of_rows_and_one_where_bits_must_not_differ() -> None:
