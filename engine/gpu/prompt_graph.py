@@ -6,6 +6,8 @@ or a short prompt does not hide. A graph takes microseconds: the first token com
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 
@@ -21,13 +23,17 @@ from kernels.step_slots import fetch_inputs
 from kernels.table_updates import apply_block_changes
 
 _CACHED_BLOCKS = 64  # block table entries that prefix hits may bring along
+_ALIGNED_INTS = 4  # fields start at 16 bytes: kernels are not compiled again for odd pointers
+_ROW_FIELDS = 5
+
+Ints = TypeVar("Ints", IntArray, torch.Tensor)
 
 
 class PromptGraph(CapturedStep):
     """One captured step of up to num_tokens tokens of up to num_rows prompts.
 
     Inputs: changes [3, C] | rows | num_computed | sample_rows | positions | sample_tokens, R each
-    | cu_seqlens_q [R + 1].
+    | cu_seqlens_q [R + 1]; each of them starts at a multiple of _ALIGNED_INTS.
     """
 
     packs_results = True
@@ -48,7 +54,7 @@ class PromptGraph(CapturedStep):
         self.num_tokens = num_tokens
         self.num_rows = num_rows
         self.max_changes = max_changes(num_tokens, num_rows, block_size)
-        num_inputs = 3 * self.max_changes + 6 * num_rows + 1
+        num_inputs = num_host_ints(num_tokens, num_rows, block_size)
         self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=device)
         self._kind = kind
         self._decoder = decoder
@@ -64,14 +70,11 @@ class PromptGraph(CapturedStep):
     def fill(self, plan: StepPlan, host: IntArray) -> int:
         """Write the plan's numbers into a slot; returns the number of sampled rows."""
         num_changes, num_rows = len(plan.block_rows), len(plan.rows)
-        changes = host[: 3 * self.max_changes].reshape(3, self.max_changes)
+        changes, fields, cu_seqlens = self._views(host)
         changes[0, num_changes:] = -1
         changes[0, :num_changes] = plan.block_rows
         changes[1, :num_changes] = plan.block_cols
         changes[2, :num_changes] = plan.block_ids
-        rest = host[3 * self.max_changes : len(self._inputs)]
-        fields = rest[: 5 * self.num_rows].reshape(5, self.num_rows)
-        cu_seqlens = rest[5 * self.num_rows :]
         ends = np.cumsum(plan.num_new)
         cu_seqlens[0] = 0
         cu_seqlens[1 : num_rows + 1] = ends
@@ -91,10 +94,8 @@ class PromptGraph(CapturedStep):
         """Launch the step's kernels on the current stream."""
         size, b = self.num_rows, self._buffers
         fetch_inputs(self._inputs, slots.inputs, slots.count)
-        changes = self._inputs[: 3 * self.max_changes].view(3, self.max_changes)
-        rest = self._inputs[3 * self.max_changes :]
-        rows, num_computed, rows_due, positions, sample_tokens = rest[: 5 * size].view(5, size)
-        cu_seqlens = rest[5 * size :]
+        changes, fields, cu_seqlens = self._views(self._inputs)
+        rows, num_computed, rows_due, positions, sample_tokens = fields
         a = b.activations.first(self.num_tokens)
         apply_block_changes(changes, self._tables.block_table)
         # Tokens past the last prompt are padding, whatever an earlier step left there.
@@ -110,12 +111,29 @@ class PromptGraph(CapturedStep):
         sample_rows(self._kind, logits, rows_due, positions, self._tables, b)
         slots.publish(b.out_tokens[:size], b.out_bad[:size])
 
+    def _views(self, inputs: Ints) -> tuple[Ints, Ints, Ints]:
+        """Changes [3, C], the fields with a number for each row [_ROW_FIELDS, R], and cu_seqlens_q
+        [R + 1] in the inputs."""
+        stride = _aligned(self.num_rows)
+        fields_at = 3 * self.max_changes
+        ends_at = fields_at + _ROW_FIELDS * stride
+        return (
+            inputs[:fields_at].reshape(3, self.max_changes),
+            inputs[fields_at:ends_at].reshape(_ROW_FIELDS, stride)[:, : self.num_rows],
+            inputs[ends_at : ends_at + self.num_rows + 1],
+        )
+
 
 def max_changes(num_tokens: int, num_rows: int, block_size: int) -> int:
     """Block table entries that a captured prompt step may change."""
-    return num_tokens // block_size + num_rows + _CACHED_BLOCKS
+    return _aligned(num_tokens // block_size + num_rows + _CACHED_BLOCKS)
 
 
 def num_host_ints(num_tokens: int, num_rows: int, block_size: int) -> int:
     """int32 that such a step's inputs take."""
-    return 3 * max_changes(num_tokens, num_rows, block_size) + 6 * num_rows + 1
+    changes = 3 * max_changes(num_tokens, num_rows, block_size)
+    return changes + _ROW_FIELDS * _aligned(num_rows) + num_rows + 1
+
+
+def _aligned(num_ints: int) -> int:
+    return -(-num_ints // _ALIGNED_INTS) * _ALIGNED_INTS

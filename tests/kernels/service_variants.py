@@ -5,7 +5,9 @@
 ROWS, TOKENS: max_num_seqs and max_num_batched_tokens. GPU runners on tensors without memory; every
 launch is noted by what Triton would compile for it, and nothing is compiled or run. Prints one JSON
 object a line: pieces (of idle work before graphs are captured), prepared (variants after all idle
-work), late (kernels of which a step needed another variant, and that step).
+work), late (kernels of which a step needed another variant, and that step), captured_late (the same
+of prompt graphs captured right after the idle work that is no capture: kind of sampling -> kernels
+and graphs, kinds in their order).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from broker.ring.records import Sampling
 from engine.gpu.captured import CapturedStep
 from engine.gpu.graph_cache import GraphCache
 from engine.gpu.memory import StepLimits
+from engine.gpu.row_tables import SampleKind
 from engine.gpu.runner import GpuRunner
 from engine.gpu.staging import StepSlots
 from engine.model.spec import ModelSpec
@@ -123,25 +126,55 @@ def mixes(limits: StepLimits) -> Iterator[StepPlan]:
         )  # fmt: skip
 
 
-def variants_of(spec: ModelSpec, case: list[str], seen: Seen) -> dict[str, Any]:
-    """Prepare a runner, serve, and tell what came late."""
-    seen.keys.clear()
-    limits = StepLimits(int(case[2]), int(case[3]), LIMITS.max_model_len, LIMITS.block_size)
-    runner = make_runner(spec, DTYPES[case[1]], case[4:] == ["deterministic"], limits)
-    pieces = 0
-    while not runner._graphs.num_captured and runner.prepare():
-        pieces += 1
-    while runner.prepare():
-        pass
-    prepared = set(seen.keys)
-    late = []
+def late_captures(runner: GpuRunner, seen: Seen) -> dict[str, list[str]]:
+    """Capture every prompt graph there is; kind of sampling -> kernels that needed another variant,
+    and for which graph."""
+    graphs = runner._graphs
+    found: dict[str, list[str]] = {}
+    for kind in SampleKind:
+        late = found.setdefault(kind.name, [])
+        for rows, tokens in itertools.product(graphs._prompt_rows, graphs._prompt_tokens):
+            before = set(seen.keys)
+            graphs._capture(("prompt", tokens, rows, kind))
+            late += [f"{name}: {tokens} of {rows}" for name, _ in seen.keys - before]
+    return found
+
+
+def late_steps(runner: GpuRunner, limits: StepLimits, seen: Seen) -> Iterator[str]:
+    """Serve, and tell which kernels needed another variant, and for which step."""
     for plan in mixes(limits):
         before = set(seen.keys)
         runner.launch(plan)
         runner.collect()
         chunks = plan.num_new[plan.num_decode :].tolist()
-        late += [f"{name}: {plan.num_decode} + {chunks}" for name, _ in seen.keys - before]
-    return {"pieces": pieces, "prepared": len(prepared), "late": late}
+        yield from (f"{name}: {plan.num_decode} + {chunks}" for name, _ in seen.keys - before)
+
+
+def variants_of(spec: ModelSpec, case: list[str], seen: Seen) -> dict[str, Any]:
+    """Prepare a runner, serve, and tell what came late."""
+    limits = StepLimits(int(case[2]), int(case[3]), LIMITS.max_model_len, LIMITS.block_size)
+    parts = (spec, DTYPES[case[1]], case[4:] == ["deterministic"], limits)
+    seen.keys.clear()
+    runner = make_runner(*parts)
+    pieces = compile_ahead(runner)
+    while runner.prepare():
+        pass
+    prepared = len(seen.keys)
+    late = list(late_steps(runner, limits, seen))
+    seen.keys.clear()
+    runner = make_runner(*parts)
+    compile_ahead(runner)
+    captured_late = late_captures(runner, seen)
+    return {"pieces": pieces, "prepared": prepared, "late": late, "captured_late": captured_late}
+
+
+def compile_ahead(runner: GpuRunner) -> int:
+    """Do the idle work up to the first capture, which is one of a decode step; returns the number
+    of pieces."""
+    pieces = 0
+    while not runner._graphs.num_captured and runner.prepare():
+        pieces += 1
+    return pieces
 
 
 def main() -> int:

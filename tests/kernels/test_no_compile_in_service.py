@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +24,14 @@ CASES = (
 )
 MAX_PIECES = 40
 """Each of them is a whole step of padding, and requests may wait for one."""
+LATE_IN_PLAIN_GRAPHS = {"_fetch_inputs_kernel", "_fixed_gemm_kernel"}
+"""What plain prompt graphs may compile: the arrival of their inputs, and float32 products of more
+than 64 tokens. Idle moments capture such graphs first."""
 
 
-@pytest.mark.timeout(180)
-def test_after_the_idle_work_no_mix_of_rows_needs_another_kernel() -> None:
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    """Case -> what the script says of it."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "clients" / "python")])
     done = subprocess.run(
@@ -34,8 +39,21 @@ def test_after_the_idle_work_no_mix_of_rows_needs_another_kernel() -> None:
         capture_output=True, text=True, cwd=ROOT, env=environment, timeout=160,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    late = {case: result["late"] for case, result in zip(CASES, found, strict=True)}
-    assert late == {case: [] for case in CASES}
-    assert all(result["prepared"] > 50 for result in found), "launches are seen"
-    assert max(result["pieces"] for result in found) <= MAX_PIECES
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.timeout(180)
+def test_after_the_idle_work_no_mix_of_rows_needs_another_kernel(found) -> None:
+    assert {case: result["late"] for case, result in found.items()} == {case: [] for case in CASES}
+    assert all(result["prepared"] > 40 for result in found.values()), "launches are seen"
+    assert max(result["pieces"] for result in found.values()) <= MAX_PIECES
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", CASES)
+def test_a_prompt_graph_captured_for_a_request_compiles_nothing_of_its_own(found, case) -> None:
+    """Its inputs are laid out as those of steps that are launched kernel by kernel."""
+    late = found[case]["captured_late"]
+    assert {text.split(":")[0] for text in late["PLAIN"]} <= LATE_IN_PLAIN_GRAPHS
+    assert late["PLAIN"], "captures are seen"
+    assert late["FILTERED"] == late["PENALISED"] == []
