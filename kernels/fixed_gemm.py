@@ -22,6 +22,7 @@ from kernels.fixed_gemm_tile import place_tile, store_tile, sum_tile
 from kernels.fixed_tiles import SPLIT_UNIT, FixedGemmTile, fixed_gemm_tile, fixed_splits
 from kernels.pdl import pdl_options, prefetch_l2
 from kernels.small_gemm import GemmWorkspace
+from kernels.split_k import add_parts
 
 GROUP_M = 8
 """Row tiles that are walked before the next column tile, so that they share weight tiles in L2."""
@@ -99,18 +100,9 @@ def _fixed_gemm_kernel(
             num_tokens, num_rows, x_stride, weight_stride,
             K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA, GLU,
         )  # fmt: skip
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        base = partial_ptr + first.to(tl.int64) * (SPLITS * SIZE)
-        tl.store(base + tl.program_id(1) * SIZE + at, acc)
-        tl.debug_barrier()  # all stores of this program before its arrival
-        arrived = tl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel") + 1
-        is_final = arrived == SPLITS
-        if is_final:
-            tl.store(arrivals_ptr + first, 0)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for split in tl.static_range(SPLITS):
-                acc += tl.load(base + split * SIZE + at, cache_modifier=".cg")
+        acc, is_final = add_parts(
+            acc, partial_ptr, arrivals_ptr, first, tl.program_id(1), SPLITS, BLOCK_M, BLOCK_N
+        )
     elif SPLITS > 1:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -16,8 +16,6 @@ from kernels.activation import silu_mul_values
 from kernels.pdl import pdl_options
 from kernels.tiles import GemvTile, gemv_tile
 
-PROLOGUE_NONE, PROLOGUE_NORM, PROLOGUE_SILU = 0, 1, 2
-
 
 @triton.jit
 def _gemv_kernel(
@@ -31,7 +29,7 @@ def _gemv_kernel(
     weight_stride,
     eps,
     K: tl.constexpr,
-    PROLOGUE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GLU: tl.constexpr,
@@ -61,12 +59,9 @@ def _gemv_kernel(
         here = k + columns
         mask = here < K
         x = tl.load(x_ptr + here, mask=mask, other=0.0).to(tl.float32)
-        if PROLOGUE == 1:
+        if HAS_NORM:
             square += x * x
             x *= tl.load(norm_ptr + here, mask=mask, other=0.0).to(tl.float32)
-        if PROLOGUE == 2:
-            up = tl.load(x_ptr + K + here, mask=mask, other=0.0).to(tl.float32)
-            x = silu_mul_values(x, up)
         current = tile
         if GLU:
             up_acc += up_tile.to(tl.float32) * x[None, :]
@@ -77,13 +72,13 @@ def _gemv_kernel(
                 up_tile = tl.load(up_at + (k + BLOCK_K), mask=next_mask, other=0.0)
         acc += current.to(tl.float32) * x[None, :]
     y = tl.sum(acc, axis=1)
-    if PROLOGUE == 1:
+    if HAS_NORM:
         # The row's scale is one factor of the whole sum: applied once, in float32.
         scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
         y *= scale
     if GLU:
         up = tl.sum(up_acc, axis=1)
-        if PROLOGUE == 1:
+        if HAS_NORM:
             up *= scale
         y = silu_mul_values(y, up)
     if HAS_BIAS:
@@ -101,7 +96,6 @@ def gemv(
     bias: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
-    silu: bool = False,
     glu: bool = False,
     residual: torch.Tensor | None = None,
     pdl: bool = True,
@@ -112,7 +106,7 @@ def gemv(
 
     Args:
         out: [1, N] contiguous, float32 or the dtype of x; written. May be residual.
-        x: [1, K] contiguous, or [1, 2 K] gate and up when silu.
+        x: [1, K] contiguous.
         weight: [N, K], or [2 N, K] when glu; last dimension contiguous.
         bias: [N]. norm_weight: [K]. residual: [1, N]. tile: None: from the table.
     """
@@ -121,7 +115,6 @@ def gemv(
         num_rows //= 2
     if tile is None:
         tile = gemv_tile(num_rows, k)
-    prologue = PROLOGUE_SILU if silu else PROLOGUE_NORM if norm_weight is not None else 0
     _gemv_kernel[(triton.cdiv(num_rows, tile.block_n),)](
         out,
         x,
@@ -133,7 +126,7 @@ def gemv(
         weight.stride(0),
         eps,
         K=k,
-        PROLOGUE=prologue,
+        HAS_NORM=norm_weight is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         GLU=glu,

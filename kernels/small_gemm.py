@@ -1,9 +1,9 @@
 """Linear layers of a small decode batch: memory-bound GEMM with its neighbours fused and its
 weights read ahead.
 
-The tensor cores see x (times the norm's weight) in its own type; the norm's row scale multiplies
-the float32 sum. For N too small to fill the GPU, K is split: each program leaves a partial tile,
-the last of a tile to arrive adds them up in order, so results do not vary from run to run.
+For N too small to fill the GPU, K is split: each program leaves a partial tile, the last of a tile
+to arrive adds them up in order, so results do not vary from run to run. A norm between two products
+may be shared by their ends: see deferred_norm.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.activation import silu_mul_values
-from kernels.gemv import PROLOGUE_NONE, PROLOGUE_NORM, PROLOGUE_SILU, gemv
+from kernels.deferred_norm import NextNorm, ScaledInput, leave_scaled, row_factors
+from kernels.gemv import gemv
 from kernels.norm import rms_norm
 from kernels.pdl import pdl_options, prefetch_l2
+from kernels.split_k import add_parts
 from kernels.tiles import SmallGemmTile, small_gemm_tile
 
 MAX_SMALL_M = 64
@@ -50,8 +52,11 @@ def _small_gemm_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    norm_ptr,
     residual_ptr,
+    x_squares_ptr,
+    next_norm_ptr,
+    scaled_ptr,
+    squares_ptr,
     partial_ptr,
     arrivals_ptr,
     num_tokens,
@@ -60,11 +65,15 @@ def _small_gemm_kernel(
     x_stride,
     weight_stride,
     residual_stride,
+    x_squares_stride,
+    scaled_stride,
+    squares_stride,
     eps,
     K: tl.constexpr,
-    PROLOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_NEXT_NORM: tl.constexpr,
+    X_SQUARES: tl.constexpr,
     GLU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -100,7 +109,6 @@ def _small_gemm_kernel(
     x_at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    square = tl.zeros([BLOCK_M], tl.float32)
     for k in tl.range(k_begin, min(k_begin + SPLIT_LEN, K), BLOCK_K, num_stages=STAGES):
         mask = k + columns < K
         if K % BLOCK_K == 0:
@@ -109,14 +117,6 @@ def _small_gemm_kernel(
         else:
             w = tl.load(weight_at + k, mask=mask[None, :], other=0.0)
             x = tl.load(x_at + k, mask=token_mask[:, None] & mask[None, :], other=0.0)
-        if PROLOGUE == 1:
-            x32 = x.to(tl.float32)
-            square += tl.sum(x32 * x32, axis=1)
-            norm = tl.load(norm_ptr + k + columns, mask=mask, other=0.0).to(tl.float32)
-            x = (x32 * norm[None, :]).to(x.dtype)
-        if PROLOGUE == 2:
-            up = tl.load(x_at + K + k, mask=token_mask[:, None] & mask[None, :], other=0.0)
-            x = silu_mul_values(x.to(tl.float32), up.to(tl.float32)).to(x.dtype)
         acc = tl.dot(x, tl.trans(w), acc, input_precision=DOT_PRECISION)
         if GLU:
             if K % BLOCK_K == 0:
@@ -126,30 +126,17 @@ def _small_gemm_kernel(
             up_acc = tl.dot(x, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
     is_final = True
     if SPLIT_K > 1:
-        tile_at = tokens[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        STRIDE: tl.constexpr = BLOCK_M * (BLOCK_N + 1)
-        base = partial_ptr + block.to(tl.int64) * (SPLIT_K * STRIDE)
-        mine = base + tl.program_id(1) * STRIDE
-        tl.store(mine + tile_at, acc)
-        tl.store(mine + BLOCK_M * BLOCK_N + tokens, square)
-        tl.debug_barrier()  # all stores of this program before its arrival
-        arrived = tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel") + 1
-        is_final = arrived == SPLIT_K
-        if is_final:
-            tl.store(arrivals_ptr + block, 0)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            square = tl.zeros([BLOCK_M], tl.float32)
-            for split in tl.static_range(SPLIT_K):
-                at = base + split * STRIDE
-                acc += tl.load(at + tile_at, cache_modifier=".cg")
-                square += tl.load(at + BLOCK_M * BLOCK_N + tokens, cache_modifier=".cg")
+        acc, is_final = add_parts(
+            acc, partial_ptr, arrivals_ptr, block, tl.program_id(1), SPLIT_K, BLOCK_M, BLOCK_N
+        )
     if is_final:
-        if PROLOGUE == 1:
-            scale = tl.rsqrt(square / K + eps)[:, None]
-            acc *= scale
+        if X_SQUARES > 0:
+            factors = row_factors(
+                x_squares_ptr, x_squares_stride, num_tokens, eps, K, X_SQUARES, BLOCK_M
+            )[:, None]
+            acc *= factors
+            up_acc *= factors
         if GLU:
-            if PROLOGUE == 1:
-                up_acc *= scale
             acc = silu_mul_values(acc, up_acc)
         if HAS_BIAS:
             acc += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)[None, :]
@@ -159,12 +146,18 @@ def _small_gemm_kernel(
             residual_at = residual_ptr + long_tokens * residual_stride + rows[None, :]
             acc += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
         out_at = out_ptr + long_tokens * out_stride + rows[None, :]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        rounded = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_at, rounded, mask=mask)
+        if HAS_NEXT_NORM:
+            leave_scaled(
+                rounded, block, rows, mask, next_norm_ptr, scaled_ptr, scaled_stride,
+                squares_ptr, squares_stride, num_tokens, num_rows, BLOCK_M,
+            )  # fmt: skip
 
 
 def small_linear(
     out: torch.Tensor,
-    x: torch.Tensor,
+    x: torch.Tensor | ScaledInput,
     weight: torch.Tensor,
     workspace: GemmWorkspace,
     *,
@@ -172,77 +165,85 @@ def small_linear(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     norm_scratch: torch.Tensor | None = None,
-    silu: bool = False,
     glu: bool = False,
     residual: torch.Tensor | None = None,
+    next_norm: NextNorm | None = None,
     pdl: bool = True,
     tile: SmallGemmTile | None = None,
-) -> None:
+) -> ScaledInput | None:
     """out = f(x) W^T + bias + residual, for at most MAX_SMALL_M rows; glu: silu(f(x) Wg^T) * f(x)
     Wu^T.
 
-    f is the identity; RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight where norm_weight is
-    given; or silu(x[:, :K]) * x[:, K:] where silu is set. Use glu on the gate and up projections
-    rather than silu on the down projection: there every program would repeat the activation of
-    the whole row.
+    f is the identity; or RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight where norm_weight is
+    given; or the norm whose input a ScaledInput stands for.
 
     Args:
         out: [M, N], last dimension contiguous, float32 or the dtype of x; written. May be
             residual, not x.
-        x: [M, K], or [M, 2 K] when silu; last dimension contiguous.
+        x: [M, K], last dimension contiguous; or what the product before has returned for its
+            next_norm.
         weight: [N, K], or [2 N, K] with the gate's rows first when glu; last dimension contiguous,
             dtype of x.
         workspace: from new_gemm_workspace; one per stream.
-        bias: [N], not with glu. norm_weight: [K].
-        norm_scratch: [M, K] of x's dtype; overwritten. For more than one row the norm may then run
-            as a launch of its own (2 us, where repeating it in every program of a pipelined loop
-            costs 5 to 60 on an H200).
+        bias: [N], not with glu. norm_weight: [K]. eps: of that norm.
+        norm_scratch: [M, K] of x's dtype; overwritten: several rows are normed into it by a launch
+            of its own.
         residual: [M, N], last dimension contiguous.
-        eps: of the norm. pdl: launch while the kernel before still runs.
-        tile: None: from the table.
+        next_norm: the norm of out, which the next product takes in place of a launch for it. What
+            it writes may not overlap x or residual.
+        pdl: launch while the kernel before still runs. tile: None: from the table.
+
+    Returns:
+        With next_norm, what stands for that norm of out as the next product's x.
 
     Raises:
-        ValueError: more rows than MAX_SMALL_M, or both a norm and silu, or both glu and a bias.
+        ValueError: more rows than MAX_SMALL_M; both glu and a bias; a norm of several rows without
+            norm_scratch; a next_norm without room for the product's column tiles.
     """
-    num_tokens = x.shape[0]
-    num_rows, k = weight.shape
-    if num_tokens > MAX_SMALL_M or (silu and norm_weight is not None):
-        raise ValueError(f"small_linear takes up to {MAX_SMALL_M} rows and one of norm and silu")
+    squares = x.squares if isinstance(x, ScaledInput) else None
+    if isinstance(x, ScaledInput):
+        eps, norm_weight, x = x.eps, None, x.scaled
+    num_tokens, (num_rows, k) = len(x), weight.shape
+    if num_tokens > MAX_SMALL_M:
+        raise ValueError(f"small_linear takes up to {MAX_SMALL_M} rows, x has {num_tokens}")
     if glu and bias is not None:
         raise ValueError("small_linear has no bias with glu")
     if glu:
         num_rows //= 2
-    if num_tokens == 1 and tile is None:
+    if num_tokens == 1 and tile is None and squares is None and next_norm is None:
         gemv(
             out, x, weight, bias=bias, norm_weight=norm_weight, eps=eps,
-            silu=silu, glu=glu, residual=residual, pdl=pdl,
+            glu=glu, residual=residual, pdl=pdl,
         )  # fmt: skip
-        return
-    if norm_weight is not None and norm_scratch is not None:
+        return None
+    if norm_weight is not None:
+        if norm_scratch is None:
+            raise ValueError(f"norm_scratch is None: small_linear norms {num_tokens} rows into it")
         rms_norm(norm_scratch, x, norm_weight, eps, pdl=pdl)
-        x, norm_weight = norm_scratch, None
+        x = norm_scratch
     if tile is None:
         tile = small_gemm_tile(num_tokens, num_rows, k, x.element_size())
     # Beyond 16 rows the 64-row matrix instruction beats two or three 16-row ones.
     block_m = 16 if num_tokens <= 16 else 64
     num_blocks = triton.cdiv(num_rows, tile.block_n)
+    scaled_out = None if next_norm is None else next_norm.input_of(num_blocks)
     split_k = tile.split_k
     if split_k > 1 and (
         glu
         or num_blocks > WORKSPACE_TILES
-        or num_blocks * split_k * block_m * (tile.block_n + 1) > WORKSPACE_FLOATS
+        or num_blocks * split_k * block_m * tile.block_n > WORKSPACE_FLOATS
     ):
         split_k = 1
-    prologue = (
-        PROLOGUE_SILU if silu else PROLOGUE_NORM if norm_weight is not None else PROLOGUE_NONE
-    )
     _small_gemm_kernel[(num_blocks, split_k)](
         out,
         x,
         weight,
         bias if bias is not None else weight,
-        norm_weight if norm_weight is not None else weight,
         residual if residual is not None else x,
+        squares if squares is not None else workspace.partials,
+        next_norm.weight if next_norm is not None else weight,
+        next_norm.scaled if next_norm is not None else out,
+        next_norm.squares if next_norm is not None else workspace.partials,
         workspace.partials,
         workspace.arrivals,
         num_tokens,
@@ -251,11 +252,15 @@ def small_linear(
         x.stride(0),
         weight.stride(0),
         residual.stride(0) if residual is not None else 0,
+        squares.stride(0) if squares is not None else 0,
+        next_norm.scaled.stride(0) if next_norm is not None else 0,
+        next_norm.squares.stride(0) if next_norm is not None else 0,
         eps,
         K=k,
-        PROLOGUE=prologue,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        HAS_NEXT_NORM=next_norm is not None,
+        X_SQUARES=squares.shape[1] if squares is not None else 0,
         GLU=glu,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
@@ -267,6 +272,7 @@ def small_linear(
         num_warps=tile.num_warps,
         **pdl_options(out, pdl),
     )
+    return scaled_out
 
 
 def small_linear_ref(
@@ -276,16 +282,12 @@ def small_linear_ref(
     bias: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
-    silu: bool = False,
     glu: bool = False,
     residual: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The same in torch, in `dtype` throughout (float64 for tests)."""
     a = x.to(dtype)
-    if silu:
-        gate, up = a.chunk(2, dim=-1)
-        a = torch.nn.functional.silu(gate) * up
     if norm_weight is not None:
         a = a * torch.rsqrt(a.square().mean(-1, keepdim=True) + eps) * norm_weight.to(dtype)
     y = a @ weight.to(dtype).T

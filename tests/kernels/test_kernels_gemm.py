@@ -10,6 +10,7 @@ import torch
 
 from bench.sweep_fixed_gemm import merged
 from kernels.activation import silu_mul_ref
+from kernels.deferred_norm import NextNorm
 from kernels.fixed_gemm import fixed_linear, fixed_linear_ref
 from kernels.fixed_tiles import (
     M_BUCKETS,
@@ -24,11 +25,11 @@ from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_re
 from kernels.tiles import SmallGemmTile
 from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
 
-FUSIONS = ["plain", "norm", "silu", "bias+residual", "norm+bias", "norm+glu"]
+FUSIONS = ["plain", "norm", "bias+residual", "norm+bias", "norm+glu"]
 
 
 def arguments(m, n, k, fusion, dtype):
-    x = randn(m, 2 * k if fusion == "silu" else k, dtype=dtype)
+    x = randn(m, k, dtype=dtype)
     weight = randn(2 * n if "glu" in fusion else n, k, dtype=dtype, seed=1) * k**-0.5
     options = {}
     if "norm" in fusion:
@@ -37,8 +38,6 @@ def arguments(m, n, k, fusion, dtype):
         options["bias"] = randn(n, dtype=dtype, seed=3)
     if "residual" in fusion:
         options["residual"] = randn(m, n, dtype=dtype, seed=4)
-    if fusion == "silu":
-        options["silu"] = True
     if "glu" in fusion:
         options["glu"] = True
     return x, weight.to(dtype), options
@@ -52,7 +51,9 @@ def arguments(m, n, k, fusion, dtype):
 def test_small_linear_matches_float64(dtype, fusion, m, n, k) -> None:
     x, weight, options = arguments(m, n, k, fusion, dtype)
     out = poisoned(m, n, dtype=dtype)
-    small_linear(out, x, weight, new_gemm_workspace(torch.device(DEVICE)), **options)
+    scratch = poisoned(m, k, dtype=dtype)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    assert small_linear(out, x, weight, workspace, **options, norm_scratch=scratch) is None
     expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
@@ -67,21 +68,11 @@ def test_split_k_adds_every_part_once_and_leaves_the_counters_at_zero(fusion, sp
     tile = SmallGemmTile(32, 64, split_k, 4, 2)
     for _ in range(2):
         out = poisoned(5, 70, dtype=dtype)
-        small_linear(out, x, weight, workspace, **options, tile=tile)
+        scratch = poisoned(5, 352, dtype=dtype)
+        small_linear(out, x, weight, workspace, **options, norm_scratch=scratch, tile=tile)
         expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
         assert relative_error(out, expected) < TOLERANCE[dtype]
         assert not workspace.arrivals.any()
-
-
-@pytest.mark.parametrize("m", [1, 5])
-def test_the_norm_may_run_as_a_launch_of_its_own(m) -> None:
-    dtype = DTYPES[-1]
-    x, weight, options = arguments(m, 70, 96, "norm+glu", dtype)
-    out, scratch = poisoned(m, 70, dtype=dtype), poisoned(m, 96, dtype=dtype)
-    workspace = new_gemm_workspace(torch.device(DEVICE))
-    small_linear(out, x, weight, workspace, **options, norm_scratch=scratch)
-    expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
-    assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
 def test_small_linear_may_write_over_its_residual() -> None:
@@ -97,18 +88,25 @@ def test_small_linear_may_write_over_its_residual() -> None:
 def test_small_linear_writes_float32_logits() -> None:
     dtype = DTYPES[-1]
     for m in (1, 5):
-        x, weight, options = arguments(m, 130, 96, "norm", dtype)
+        x, weight, options = arguments(m, 130, 96, "bias", dtype)
         out = poisoned(m, 130)
         small_linear(out, x, weight, new_gemm_workspace(torch.device(DEVICE)), **options)
         expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
         assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
-def test_small_linear_refuses_more_rows_than_it_is_made_for() -> None:
-    x, weight, _ = arguments(65, 16, 16, "plain", torch.float32)
+def test_small_linear_refuses_what_it_is_not_made_for() -> None:
     workspace = new_gemm_workspace(torch.device(DEVICE))
+    x, weight, _ = arguments(65, 16, 16, "plain", torch.float32)
     with pytest.raises(ValueError, match="up to 64 rows"):
         small_linear(poisoned(65, 16), x, weight, workspace)
+    x, weight, options = arguments(3, 16, 16, "norm", torch.float32)
+    with pytest.raises(ValueError, match="norm_scratch is None"):
+        small_linear(poisoned(3, 16), x, weight, workspace, **options)
+    x, weight, options = arguments(3, 33, 16, "plain", torch.float32)
+    norm = NextNorm(poisoned(33), poisoned(3, 33), poisoned(3, 2), 1e-5)
+    with pytest.raises(ValueError, match="2 columns for the product's 3 column tiles"):
+        small_linear(poisoned(3, 33), x, weight, workspace, next_norm=norm)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
