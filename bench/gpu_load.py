@@ -1,10 +1,12 @@
 """Loading: checkpoint bytes a second from the page cache to the device, and start to ready.
 
     python -m bench.gpu_load SHAPE --dir SCRATCH --out results.jsonl [--device cpu]
+        [--threads 4 8 16] [--chunk-mib 4 8 16] [--load-only]
 
 Writes a sharded safetensors directory of random numbers at the shape, loads it (the page cache is
 warm from the writing), compares some tensors with the files, and starts a process that says when
-its runner is ready.
+its runner is ready. With --threads or --chunk-mib every combination is loaded, first without a
+device (`load_read_gb_s`: what reading alone reaches), then to it; without, the engine's own choice.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from bench.report import ResultFile
-from engine.loader import LoadedModel, load_model, read_spec
-from engine.loader.safetensors_loader import shard_paths
+from engine.loader import LoadedModel, read_spec
+from engine.loader.safetensors_loader import load_safetensors, shard_paths
 from engine.loader.sources import hf_targets
+from engine.loader.staging import Staging
 from engine.model.weights import LayerWeights
 from ops.bench.shapes import SHAPES, write_shape
 
 SHARD_BYTES = 4 << 30
 NUM_LOADS = 3
+MIB = 1 << 20
 
 
 def write_checkpoint(shape: str, directory: Path, device: str) -> Path:
@@ -87,18 +91,30 @@ def count_wrong(loaded: LoadedModel, path: Path, every: int = 7) -> int:
     return wrong
 
 
-def measure_load(path: Path, device: str, results: ResultFile) -> None:
-    """Load a few times; the best counts, the first is reported beside it."""
-    rates = []
-    for _ in range(NUM_LOADS):
-        loaded = load_model(path, torch.bfloat16, device)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        rates.append(loaded.read_bytes / 1e9 / loaded.load_s)
+def measure_load(path: Path, device: str, staging: Staging, results: ResultFile) -> None:
+    """Load a few times; the best counts, all are reported beside it, the first one pins memory."""
+    staged = {"threads": staging.num_threads, "chunk_mib": staging.chunk_bytes // MIB}
+    for what, to in (("load_read_gb_s", "meta"), ("load_gb_s", device)):
+        rates = []
+        for _ in range(NUM_LOADS):
+            loaded = load_safetensors(path, torch.bfloat16, to, staging=staging)
+            rates.append(round(loaded.read_bytes / 1e9 / loaded.load_s, 2))
+        details = {} if to == "cpu" else staged  # nothing is staged there
+        results.add(what, max(rates), "GB/s", all=rates, **details)
+        print(f"    {details} {rates}", flush=True)
     wrong = count_wrong(loaded, path)
     if wrong:
         raise RuntimeError(f"{wrong} tensors differ from the checkpoint after loading")
-    results.add("load_gb_s", max(rates), "GB/s", all=[round(rate, 2) for rate in rates])
+
+
+def stagings(threads: list[int], chunk_mib: list[int]) -> list[Staging]:
+    """Every combination; the engine's own number where none is given."""
+    own = Staging.for_processors()
+    return [
+        Staging(num, mib * MIB)
+        for num in threads or [own.num_threads]
+        for mib in chunk_mib or [own.chunk_bytes // MIB]
+    ]
 
 
 def measure_ready(shape: str, device: str, results: ResultFile) -> None:
@@ -144,17 +160,25 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path("/tmp/tokenbus-load"))
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, nargs="+", default=[], help="that read, to a GPU")
+    parser.add_argument("--chunk-mib", type=int, nargs="+", default=[], help="that one reads")
+    parser.add_argument("--load-only", action="store_true", help="do not start a runner")
     parser.add_argument("--child", action="store_true", help="get ready, say so, end")
     args = parser.parse_args()
+    if args.device == "cpu" and (args.threads or args.chunk_mib):
+        parser.error("--threads and --chunk-mib are of loads to a GPU: leave --device cpu out")
     args.dir.mkdir(parents=True, exist_ok=True)
     if args.child:
         be_ready(args.shape, args.device, args.dir)
         return 0
     results = ResultFile(args.out)
-    measure_ready(args.shape, args.device, results)
+    choices = stagings(args.threads, args.chunk_mib)
+    if not args.load_only:
+        measure_ready(args.shape, args.device, results)
     path = write_checkpoint(args.shape, args.dir, args.device)
     try:
-        measure_load(path, args.device, results)
+        for staging in choices:
+            measure_load(path, args.device, staging, results)
     finally:
         shutil.rmtree(path)
     return 0

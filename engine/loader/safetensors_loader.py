@@ -1,7 +1,7 @@
 """A Hugging Face directory's *.safetensors -> merged `ModelWeights`.
 
 Files are memory-mapped; each tensor is copied once, straight into its rows of the merged parameter,
-in file order. To a GPU it is read from the file instead (`upload.py`).
+in file order. To a GPU it is read from the file instead (`staging.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from engine.loader.report import LoadedModel, LoadProgress, ProgressCallback, no_progress
 from engine.loader.sources import Target, hf_targets, is_ignorable_hf
-from engine.loader.upload import FileSpan, make_upload, prefetch
+from engine.loader.staging import Staging, Transfer
+from engine.loader.upload import prefetch, upload
 from engine.model.errors import CheckpointError, TensorMismatchError
 from engine.model.hf_config import read_hf_spec
 from engine.model.spec import ModelSpec
@@ -32,11 +34,12 @@ def load_safetensors(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: ProgressCallback = no_progress,
+    staging: Staging | None = None,
 ) -> LoadedModel:
     """Read config.json and all tensors; parameters end up on `device` in `dtype`.
 
-    Raises the errors of `read_hf_spec`, TensorMismatchError if tensors are missing or unexpected,
-    CheckpointError for a wrong shape or a damaged or absent file.
+    staging: as of `upload`. Raises the errors of `read_hf_spec`, TensorMismatchError if tensors are
+    missing or unexpected, CheckpointError for a wrong shape or a damaged or absent file.
     """
     started = time.perf_counter()
     spec = read_hf_spec(directory)
@@ -48,22 +51,33 @@ def load_safetensors(
     }
     total_bytes = sum(path.stat().st_size for path in shards)
     done_bytes = 0
-    prefetch(shards)
-    upload = make_upload(device)
-    for name, tensor, span in _tensors(shards, targets):
-        target = targets[name]
-        if tuple(tensor.shape) != target.shape:
-            raise CheckpointError(
-                f"{name} has shape {tuple(tensor.shape)}, the configuration implies {target.shape}"
-            )
-        rows = merged[target.name][target.row : target.row + target.shape[0]]
-        upload.copy(rows, tensor, span)
-        done_bytes += tensor.numel() * tensor.element_size()
+
+    def report(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
         progress(LoadProgress(done_bytes, total_bytes))
-    upload.finish()
+
+    prefetch(shards)
+    with ExitStack() as files:
+        transfers = [
+            Transfer(_rows_of(merged, targets[name], name, tensor), tensor, file, offset)
+            for name, tensor, file, offset in _tensors(shards, targets, files)
+        ]
+        upload(transfers, device, report, staging)
     progress(LoadProgress(total_bytes, total_bytes))
     parameters: dict[str, Matrix] = dict(merged)
     return LoadedModel(spec, assemble(spec, parameters), done_bytes, time.perf_counter() - started)
+
+
+def _rows_of(
+    merged: Mapping[str, torch.Tensor], target: Target, name: str, tensor: torch.Tensor
+) -> torch.Tensor:
+    """Where a tensor goes. Raises CheckpointError if it does not fit there."""
+    if tuple(tensor.shape) != target.shape:
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)}, the configuration implies {target.shape}"
+        )
+    return merged[target.name][target.row : target.row + target.shape[0]]
 
 
 def shard_paths(directory: Path) -> list[Path]:
@@ -100,16 +114,17 @@ def _check_names(shards: list[Path], targets: Mapping[str, Target], spec: ModelS
 
 
 def _tensors(
-    shards: list[Path], targets: Mapping[str, Target]
-) -> Iterator[tuple[str, torch.Tensor, FileSpan]]:
-    """Every tensor, mapped and not read yet, and where it lies in its file, which is open until the
-    next one is asked for."""
+    shards: list[Path], targets: Mapping[str, Target], files: ExitStack
+) -> Iterator[tuple[str, torch.Tensor, BinaryIO, int]]:
+    """Every tensor, mapped and not read yet, and where it lies in its file, which `files` close."""
     for path in shards:
-        with _open(path) as shard, path.open("rb") as file:
-            offsets = tensor_offsets(file)
-            for name in shard.offset_keys():
-                if name in targets:
-                    yield name, shard.get_tensor(name), FileSpan(file.fileno(), offsets[name])
+        shard = files.enter_context(_open(path))
+        with _errors_of(path):
+            file = files.enter_context(path.open("rb"))
+        offsets = tensor_offsets(file)
+        for name in shard.offset_keys():
+            if name in targets:
+                yield name, shard.get_tensor(name), file, offsets[name]
 
 
 def tensor_offsets(file: BinaryIO) -> dict[str, int]:
@@ -127,7 +142,16 @@ def tensor_offsets(file: BinaryIO) -> dict[str, int]:
 
 
 def _open(path: Path) -> safe_open:
-    try:
+    with _errors_of(path):
         return safe_open(path, framework="pt", device="cpu")
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Whatever opening a file raises as CheckpointError."""
+    try:
+        yield
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
