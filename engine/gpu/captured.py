@@ -9,13 +9,17 @@ import torch
 
 from engine.gpu.staging import IntArray, StepSlots
 from engine.plan import StepPlan
+from kernels.carveout import shared_memory_share
 
 
 class CapturedStep(ABC):
     """Captures `run` once and replays it. Lengths and row numbers are read from `slots`.
 
     `run` must be safe on inputs of -1 (padding only): it runs so once, to compile its kernels.
+    shared_percent: see `kernels.carveout`.
     """
+
+    shared_percent: int | None = None
 
     def __init__(self, slots: StepSlots) -> None:
         self._slots = slots
@@ -35,12 +39,15 @@ class CapturedStep(ABC):
         was launched before. No step of `slots` is counted."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), shared_memory_share(self.shared_percent):
             self.run(spare)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with (
+            shared_memory_share(self.shared_percent),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             self.run(self._slots)
         self._graph = graph
 

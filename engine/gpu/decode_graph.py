@@ -18,6 +18,7 @@ from engine.gpu.staging import IntArray, StepSlots
 from engine.plan import StepPlan
 from kernels.decode_plan import plan_decode
 from kernels.step_slots import DECODE_FIELDS, begin_decode
+from kernels.tiles import shared_percent
 
 
 class DecodeGraph(CapturedStep):
@@ -41,6 +42,9 @@ class DecodeGraph(CapturedStep):
     ) -> None:
         super().__init__(slots)
         self.size = size
+        if not decoder.linears.deterministic:  # whose products are tiles for any number of rows
+            spec = decoder.spec
+            self.shared_percent = shared_percent(size, spec.hidden_size, spec.head_dim)
         self._kind = kind
         self._decoder = decoder
         self._tables = tables
