@@ -76,10 +76,10 @@ def steps_of(spec: ModelSpec, dtype: torch.dtype, deterministic: bool, sizes: li
         pass
 
 
-def one_layer_spec(shape: str, directory: Path) -> ModelSpec:
-    """A named shape with one layer: layers of a model launch the same kernels."""
+def two_layer_spec(shape: str, directory: Path) -> ModelSpec:
+    """A named shape with two layers: those behind the first launch the same kernels."""
     spec = read_spec(write_shape(shape, directory))
-    object.__setattr__(spec, "num_layers", 1)
+    object.__setattr__(spec, "num_layers", 2)
     return spec
 
 
@@ -88,7 +88,7 @@ def check(shapes: list[str], dtypes: list[str], sizes: list[int]) -> OfflineDriv
     offline = pretend()
     with tempfile.TemporaryDirectory() as scratch:
         for shape in shapes:
-            spec = one_layer_spec(shape, Path(scratch))
+            spec = two_layer_spec(shape, Path(scratch))
             for dtype in dtypes:
                 for deterministic in (False, True):
                     began = time.monotonic()

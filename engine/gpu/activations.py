@@ -8,6 +8,8 @@ import torch
 
 from engine.gpu.memory import StepLimits
 from engine.model.spec import ModelSpec
+from kernels.deferred_norm import new_squares
+from kernels.small_gemm import MAX_SMALL_M
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,8 @@ class Activations:
     hidden [T, H]: the residual stream. normed, projected [T, H]; qkv [T, Q + 2K]; attended [T, Q];
     gate_up [T, 2I]; gated [T, I]. token_rows, positions, slots int32 [T]. All in the model's dtype
     but for the last three. projected and gate_up are written where cuBLAS runs the product before a
-    residual or an activation.
+    residual or an activation. squares float32 [min(T, MAX_SMALL_M), tiles]: sums of hidden^2, where
+    products share the norm between them; normed then has hidden times the norm's weight.
     """
 
     hidden: torch.Tensor
@@ -27,6 +30,7 @@ class Activations:
     attended: torch.Tensor
     gate_up: torch.Tensor
     gated: torch.Tensor
+    squares: torch.Tensor
     token_rows: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
@@ -55,6 +59,7 @@ def new_activations(
         attended=matrix(spec.q_size),
         gate_up=matrix(2 * spec.intermediate_size),
         gated=matrix(spec.intermediate_size),
+        squares=new_squares(min(num_tokens, MAX_SMALL_M), spec.hidden_size, device),
         token_rows=indices(),
         positions=indices(),
         slots=indices(),

@@ -19,6 +19,7 @@ from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
 from kernels.activation import silu_mul
 from kernels.decode_rope import NewTokens
+from kernels.deferred_norm import NextNorm, ScaledInput
 from kernels.embedding import embed
 from kernels.norm import rms_norm
 from kernels.paged_decode import paged_decode
@@ -85,13 +86,7 @@ class GpuDecoder:
         """One token per row: embeddings to logits float32 [B, V], for B rows of activations."""
         self._embed(a, pdl=True)
         if self.linears.is_fused(len(a.hidden)):
-            for index, layer in enumerate(self._weights.layers):
-                self._fused_layer(index, layer, a, work)
-            self.linears.fused(
-                logits, a.hidden, self._head(),
-                norm_weight=self._weights.final_norm, eps=self.spec.rms_norm_eps,
-                norm_scratch=a.normed,
-            )  # fmt: skip
+            self._fused_layers(a, work, logits)
             return
         # Each of our kernels may start early, since each waits. A cuBLAS kernel among them starts
         # and ends as usual: what follows it starts when it has ended.
@@ -134,22 +129,47 @@ class GpuDecoder:
         assert isinstance(table, torch.Tensor), type(table)
         embed(a.hidden, table, self._token_table, a.token_rows, a.positions, pdl=pdl)
 
-    def _fused_layer(
-        self, index: int, layer: LayerWeights, a: Activations, work: DecodeWork
-    ) -> None:
+    def _fused_layers(self, a: Activations, work: DecodeWork, logits: torch.Tensor) -> None:
         """Few launches, each prefetching its weights while the one before still runs."""
-        fused, eps = self.linears.fused, self.spec.rms_norm_eps
-        fused(
-            a.qkv, a.hidden, _dense(layer.qkv),
-            bias=layer.qkv_bias, norm_weight=layer.attn_norm, eps=eps, norm_scratch=a.normed,
+        layers, final_norm = self._weights.layers, self._weights.final_norm
+        next_norms = [*(layer.attn_norm for layer in layers[1:]), final_norm]
+        x = None
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            self._product_of_norm(a, a.qkv, x, _dense(layer.qkv), layer.attn_norm, layer.qkv_bias)
+            self._attend_decode(index, layer, a, work, pdl=True)
+            x = self._product_before_norm(a, a.attended, _dense(layer.o), layer.mlp_norm)
+            self._product_of_norm(a, a.gated, x, _dense(layer.gate_up), layer.mlp_norm, glu=True)
+            x = self._product_before_norm(a, a.gated, _dense(layer.down), next_norm)
+        self._product_of_norm(a, logits, x, self._head(), final_norm)
+
+    def _product_of_norm(
+        self,
+        a: Activations,
+        out: torch.Tensor,
+        x: ScaledInput | None,
+        weight: torch.Tensor,
+        norm: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        glu: bool = False,
+    ) -> None:
+        """out = RMSNorm(hidden) W^T + bias; x: what the product before has left of that norm."""
+        if x is not None:
+            self.linears.fused(out, x, weight, bias=bias, glu=glu)
+            return
+        self.linears.fused(
+            out, a.hidden, weight, bias=bias, glu=glu,
+            norm_weight=norm, eps=self.spec.rms_norm_eps, norm_scratch=a.normed,
         )  # fmt: skip
-        self._attend_decode(index, layer, a, work, pdl=True)
-        fused(a.hidden, a.attended, _dense(layer.o), residual=a.hidden)
-        fused(
-            a.gated, a.hidden, _dense(layer.gate_up),
-            norm_weight=layer.mlp_norm, eps=eps, norm_scratch=a.normed, glu=True,
-        )  # fmt: skip
-        fused(a.hidden, a.gated, _dense(layer.down), residual=a.hidden)
+
+    def _product_before_norm(
+        self, a: Activations, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor
+    ) -> ScaledInput | None:
+        """hidden += x W^T; returns what it leaves of the norm behind it, where products share
+        it."""
+        next_norm = None
+        if self.linears.shares_norms(len(x), x.dtype):
+            next_norm = NextNorm(norm, a.normed, a.squares, self.spec.rms_norm_eps)
+        return self.linears.fused(a.hidden, x, weight, residual=a.hidden, next_norm=next_norm)
 
     def _plain_layer(
         self,

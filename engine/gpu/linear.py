@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.deferred_norm import NextNorm, ScaledInput
 from kernels.fixed_gemm import fixed_linear
 from kernels.fixed_tiles import has_glu_tile
 from kernels.small_gemm import GemmWorkspace, small_linear
@@ -41,6 +42,14 @@ class Linears:
         """Whether `fused` takes this many rows."""
         return not self.deterministic and num_rows <= self.fused_rows
 
+    def shares_norms(self, num_rows: int, dtype: torch.dtype) -> bool:
+        """Whether fused products of this many rows have the norms between them in their ends.
+
+        dtype: of activations. One row has them in the products' beginnings, and an output times the
+        norm's weight may be beyond what float16 holds.
+        """
+        return self.is_fused(num_rows) and num_rows > 1 and dtype != torch.float16
+
     def is_fixed(self, num_rows: int) -> bool:
         """Whether all unfused products of this many rows are `fixed`, so that residual and
         activation can be in their ends."""
@@ -57,7 +66,7 @@ class Linears:
     def fused(
         self,
         out: torch.Tensor,
-        x: torch.Tensor,
+        x: torch.Tensor | ScaledInput,
         weight: torch.Tensor,
         *,
         bias: torch.Tensor | None = None,
@@ -66,12 +75,13 @@ class Linears:
         norm_scratch: torch.Tensor | None = None,
         glu: bool = False,
         residual: torch.Tensor | None = None,
-    ) -> None:
+        next_norm: NextNorm | None = None,
+    ) -> ScaledInput | None:
         """out = f(x) W^T + bias + residual; see `kernels.small_gemm.small_linear`."""
-        small_linear(
+        return small_linear(
             out, x, weight, self.workspace,
             bias=bias, norm_weight=norm_weight, eps=eps, norm_scratch=norm_scratch, glu=glu,
-            residual=residual,
+            residual=residual, next_norm=next_norm,
         )  # fmt: skip
 
     def fixed(

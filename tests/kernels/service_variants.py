@@ -26,7 +26,7 @@ import torch
 import triton
 
 import engine.gpu.runner as runner_module
-from bench.compile_check import DTYPES, LIMITS, one_layer_spec, parts_of
+from bench.compile_check import DTYPES, LIMITS, parts_of, two_layer_spec
 from bench.offline import pretend
 from broker.ring.records import Sampling
 from engine.gpu.captured import CapturedStep
@@ -185,7 +185,7 @@ def main() -> int:
     stand_in_for_a_device(seen)
     for case in (text.split(":") for text in parser.parse_args().cases):
         with tempfile.TemporaryDirectory() as scratch:
-            spec = one_layer_spec(case[0], Path(scratch))
+            spec = two_layer_spec(case[0], Path(scratch))
         print(json.dumps(variants_of(spec, case, seen)), flush=True)
     return 0
 

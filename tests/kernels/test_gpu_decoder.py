@@ -24,6 +24,7 @@ from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.staging import StepSlots
 from engine.loader import load_model
 from engine.plan import NewRow, StepPlan
+from kernels import small_gemm
 from kernels.small_gemm import new_gemm_workspace
 from tests.kernels import util
 
@@ -129,6 +130,41 @@ def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
     logits = f.buffers.head.logits[:2].cpu()
     assert f.tables.token_table[2, 39] == int(logits[1].argmax())
     assert f.buffers.out_tokens[1] == int(logits[1].argmax())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_decode_rows_share_norms_between_products_the_same_in_every_run(
+    tmp_path, monkeypatch, family: str
+) -> None:
+    """One launch for a norm, the first layer's; nothing is read that the step has not written."""
+    norms = []
+    norm = small_gemm.rms_norm
+    monkeypatch.setattr(small_gemm, "rms_norm", lambda *a, **k: norms.append(norm(*a, **k)))
+    f = Fixture(tmp_path, FAMILIES[family])
+    ids = np.random.default_rng(5).integers(0, 131, 21).astype(np.int32)
+    f.tables.take_over([NewRow(1, ids, len(ids), Sampling(), NONE, 0)])
+    f.packed.run(_plan(1, [(1, 0, 3), (1, 1, 4)], [1], [0], [20], sample=False), PLAIN)
+    runs = []
+    for size in (2, 2, 1):
+        graph = DecodeGraph(size, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size, f.slots)
+        for buffer in (f.buffers.activations.normed, f.buffers.activations.squares):
+            buffer.fill_(float("nan"))
+        norms.clear()
+        f.run_captured(graph, _plan(2, [], [1], [20], [1], sample=True))
+        assert len(norms) == (size > 1), "a single row's products begin with the norm"
+        runs.append(f.buffers.head.logits[0].clone().cpu())
+        torch.testing.assert_close(runs[-1], f.expected(ids), rtol=0, atol=1e-4)
+    assert torch.equal(runs[0], runs[1])
+
+
+def test_norms_are_shared_between_fused_products_of_several_rows_but_in_float16() -> None:
+    free = Linears(False, new_gemm_workspace(DEVICE), 16)
+    assert free.shares_norms(2, torch.bfloat16)
+    assert free.shares_norms(16, torch.float32)
+    assert not free.shares_norms(1, torch.bfloat16)
+    assert not free.shares_norms(17, torch.bfloat16)
+    assert not free.shares_norms(2, torch.float16), "a large output times its weight overflows"
+    assert not Linears(True, free.workspace, 16).shares_norms(2, torch.bfloat16)
 
 
 def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path) -> None:

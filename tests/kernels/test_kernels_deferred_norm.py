@@ -9,7 +9,15 @@ from kernels.deferred_norm import NextNorm, ScaledInput, new_squares
 from kernels.norm import rms_norm_ref
 from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_ref
 from kernels.tiles import SmallGemmTile
-from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
+from tests.kernels.util import (
+    DEVICE,
+    DTYPES,
+    IS_NATIVE,
+    TOLERANCE,
+    poisoned,
+    randn,
+    relative_error,
+)
 
 EPS = 1e-5
 PADDING = 3
@@ -149,3 +157,54 @@ def test_tiny_and_large_rows_side_by_side_keep_their_own_factors() -> None:
     for row in (0, 1, 3):
         assert relative_error(out[row], expected[row]) < TOLERANCE[torch.float32]
     assert not out[2].any()
+
+
+@pytest.mark.parametrize("m", [2, 33])
+def test_a_chain_of_products_that_share_norms_repeats_to_the_last_bit(m) -> None:
+    """Blocks of two products; on a GPU in a graph of dependent launches, where a missing wait would
+    read what is half written."""
+    dtype, blocks = DTYPES[-1], 4
+    hidden, inner = (1024, 3072) if IS_NATIVE else (96, 160)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    weights = [
+        (
+            (randn(2 * inner, hidden, seed=2 * i) * hidden**-0.5).to(dtype),
+            (randn(hidden, inner, seed=2 * i + 1) * inner**-0.5).to(dtype),
+        )
+        for i in range(blocks)
+    ]
+    start, norm = randn(m, hidden, dtype=dtype, seed=7), randn(hidden, dtype=dtype, seed=9)
+    stream, gated = start.clone(), poisoned(m, inner, dtype=dtype)
+    squares = new_squares(m, hidden, stream.device).fill_(float("nan"))
+    shared = NextNorm(norm, poisoned(m, hidden, dtype=dtype), squares, EPS)
+    first = {"norm_weight": norm, "eps": EPS, "norm_scratch": shared.scaled}
+
+    def chain() -> None:
+        stream.copy_(start)
+        left = None
+        for up, down in weights:
+            if left is None:
+                small_linear(gated, stream, up, workspace, **first, glu=True)
+            else:
+                small_linear(gated, left, up, workspace, glu=True)
+            left = small_linear(stream, gated, down, workspace, residual=stream, next_norm=shared)
+
+    chain()
+    again, repeats = chain, 1
+    if IS_NATIVE:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        again, repeats = graph.replay, 50
+    expected = start.double()
+    for up, down in weights:
+        options = {"norm_weight": norm, "eps": EPS, "glu": True}
+        inside = small_linear_ref(expected, up, **options, dtype=torch.float64)
+        expected = small_linear_ref(inside, down, residual=expected, dtype=torch.float64)
+    again()
+    once = stream.clone()
+    assert relative_error(once, expected) < 1.5e-2
+    for _ in range(repeats):
+        again()
+        assert torch.equal(stream, once)
