@@ -9,20 +9,16 @@ What found no time is named at the end, as the --parts of the next command.
 
 Order of work on a machine that is there for half an hour, most wanted first:
 
-1. `--parts compile,tests,sweep_fixed,sweep_decode,kernels,load,qwen3-0.6b`. Tests come first: fixed
-   GEMM tiles with descriptors, decode groups, the layout for few rows and float32 prompt tiles are
-   new since the last run on a GPU. If test_kernels_native fails on bits of decode attention between
-   few and many rows, empty _FEW_ROWS_TILES in kernels/tiles.py and go on. New, too: our kernels
-   start early beside cuBLAS's at more than 64 rows (GpuDecoder.decode); should a capture fail
-   there, give `pdl=self.linears.deterministic` instead of True.
-2. Copy OUT/fixed_gemm_tiles.json over kernels/fixed_gemm_tiles.json. From OUT/session.log take the
-   best decode tile of 16x8.b8, b4 and b16 into _FEW_ROWS_TILES, and of b64 and b256 into
-   _DECODE_TILES: both need the same tile length and groups, since these are part of the numerics.
-3. `--parts compile,parity,worker,smollm2-135m,qwen3-8b,deterministic,rival`, with --model: parity
-   and worker need real weights (which may come in pieces: --model-pieces).
-   Extra parts run only where named: sweep_gemm, sweep_prefill.
+1. `--parts compile,tests,kernels,smollm2-135m,qwen3-0.6b,qwen3-8b,deterministic`: tests before
+   numbers. One row of a wide model and 256 rows are bound by the card's power as much as by bytes:
+   look at its clock and power beside them before a change of a few per cent is believed.
+2. With --model: parity and worker, which need real weights (which may come in pieces:
+   --model-pieces). Then load and rival.
+3. Extra parts run only where named: sweep_gemm, sweep_prefill. sweep_fixed writes
+   OUT/fixed_gemm_tiles.json, to be copied over kernels/fixed_gemm_tiles.json.
 4. Look at gpu_active_pct's kernels and at the trace, change one thing, and measure that shape again
-   with `python -m bench.gpu_engine SHAPE`.
+   with `python -m bench.gpu_engine SHAPE`. A kernel that is faster alone can make a step slower: it
+   shares processors, memory and power with its neighbours.
 """
 
 from __future__ import annotations
