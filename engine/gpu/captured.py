@@ -16,14 +16,16 @@ class CapturedStep(ABC):
     """Captures `run` once and replays it. Lengths and row numbers are read from `slots`.
 
     `run` must be safe on inputs of -1 (padding only): it runs so once, to compile its kernels.
-    shared_percent: see `kernels.carveout`.
     """
-
-    shared_percent: int | None = None
 
     def __init__(self, slots: StepSlots) -> None:
         self._slots = slots
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def shared_percent(self) -> int | None:
+        """Share of shared memory that its kernels ask for (`kernels.carveout`)."""
+        return None
 
     @abstractmethod
     def fill(self, plan: StepPlan, host: IntArray) -> int:

@@ -42,9 +42,6 @@ class DecodeGraph(CapturedStep):
     ) -> None:
         super().__init__(slots)
         self.size = size
-        if not decoder.linears.deterministic:  # whose products are tiles for any number of rows
-            spec = decoder.spec
-            self.shared_percent = shared_percent(size, spec.hidden_size, spec.head_dim)
         self._kind = kind
         self._decoder = decoder
         self._tables = tables
@@ -53,6 +50,15 @@ class DecodeGraph(CapturedStep):
         self._seq_lens, self._due_rows, self._due_positions = torch.zeros(
             3, -(-size // 4) * 4, dtype=torch.int32, device=tables.block_table.device
         )[:, :size]
+
+    @property
+    def shared_percent(self) -> int | None:
+        """See `kernels.tiles.shared_percent`; deterministic products have tiles for any number of
+        rows, and leave it to the driver."""
+        spec, linears = self._decoder.spec, self._decoder.linears
+        if linears.deterministic:
+            return None
+        return shared_percent(self.size, spec.hidden_size, spec.head_dim)
 
     @staticmethod
     def num_host_ints(max_num_seqs: int) -> int:

@@ -10,11 +10,11 @@ from kernels.deferred_norm import NextNorm, ScaledInput
 from kernels.fixed_gemm import fixed_linear
 from kernels.fixed_tiles import has_glu_tile
 from kernels.small_gemm import GemmWorkspace, small_linear
+from kernels.tiles import WIDE_HIDDEN
 
 MAX_FUSED_ROWS = 64
 """Up to here one launch of ours does norm, product and residual, and beats cuBLAS's three."""
 
-WIDE_HIDDEN = 4096
 WIDE_FUSED_ROWS = 16
 """Of a wide model each product takes much longer than a launch: from here on fixed tiles, each
 product started while the kernel before still runs, are 3 % faster than fused ones (Qwen3-8B's shape
