@@ -12,9 +12,21 @@ LARGE_TILE = 128 * 128
 
 def candidates(m: int, splits: int, glu: bool) -> list[FixedGemmTile]:
     """Tiles for m rows."""
+    if m <= 16:
+        return sixteen_row_tiles(splits > 1)
     if glu:
         return few_glu_tiles() if m <= FEW_ROWS else many_glu_tiles(m)
     return few_tiles(splits > 1) if m <= FEW_ROWS else many_tiles(m, splits)
+
+
+def sixteen_row_tiles(parallel: bool) -> list[FixedGemmTile]:
+    """Of up to 16 rows, with and without an activation: the smaller matrix instruction gives the
+    same bits."""
+    sizes = [
+        (16, 256, 2, 4), (16, 128, 2, 6), (16, 256, 4, 4), (32, 128, 4, 4), (32, 128, 4, 6),
+        (32, 256, 4, 3), (64, 128, 4, 4), (128, 64, 4, 5),
+    ]  # fmt: skip
+    return [FixedGemmTile(16, n, k, warps, stages, parallel) for n, k, warps, stages in sizes]
 
 
 def few_tiles(parallel: bool) -> list[FixedGemmTile]:

@@ -118,8 +118,15 @@ def default_tile(m: int, n: int, k: int, dtype: torch.dtype) -> FixedGemmTile:
     """The rule for 16-bit types: few rows are bound by bytes, many by whole waves of tiles."""
     splits = fixed_splits(n, k, dtype)
     if m <= FEW_ROWS:
+        if m <= 16:
+            block_k = _even_block_k(
+                -(-k // (splits * SPLIT_UNIT)) * SPLIT_UNIT if splits > 1 else k
+            )
+            if n * splits <= 16384:
+                return FixedGemmTile(16, 16, block_k, 2, 4, parallel=splits > 1)
+            return FixedGemmTile(16, 64, min(block_k, 128), 4, 4)
         # Every column tile reads all of x: wider ones where x is not small.
-        block_n = 32 if n * splits <= (8192 if m <= 16 else 4096) else 64
+        block_n = 32 if n * splits <= 4096 else 64
         return FixedGemmTile(64, block_n, 64, 4, 5, parallel=splits > 1)
     # Where K is split, a second sum of the widest tile does not fit into registers.
     return _cheapest(_WIDE_RATES if splits == 1 else _RATES, m, n, persistent=splits == 1)
@@ -127,9 +134,16 @@ def default_tile(m: int, n: int, k: int, dtype: torch.dtype) -> FixedGemmTile:
 
 def default_glu_tile(m: int, n: int) -> FixedGemmTile:
     """The same rule for a product with its activation, whose tile has two sums."""
+    if m <= 16:
+        return FixedGemmTile(16, 32, 128, 4, 4)
     if m <= FEW_ROWS:
-        return FixedGemmTile(64, 32, 64, 4, 6, tma=m > 16)
+        return FixedGemmTile(64, 32, 64, 4, 6, tma=True)
     return _cheapest(_GLU_RATES, m, n, persistent=True)
+
+
+def _even_block_k(length: int) -> int:
+    """Columns a tile, so that a part of K of this length is whole tiles where it can be."""
+    return next((block_k for block_k in (256, 128) if length % block_k == 0), 64)
 
 
 def _cheapest(

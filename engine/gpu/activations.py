@@ -16,16 +16,15 @@ from kernels.small_gemm import MAX_SMALL_M
 class Activations:
     """Activations of up to T packed tokens. H hidden, I intermediate, Q = heads x head_dim.
 
-    hidden [T, H]: the residual stream. normed, projected [T, H]; qkv [T, Q + 2K]; attended [T, Q];
+    hidden [T, H]: the residual stream. normed [T, H]; qkv [T, Q + 2K]; attended [T, Q];
     gate_up [T, 2I]; gated [T, I]. token_rows, positions, slots int32 [T]. All in the model's dtype
-    but for the last three. projected and gate_up are written where cuBLAS runs the product before a
-    residual or an activation. squares float32 [min(T, MAX_SMALL_M), tiles]: sums of hidden^2, where
+    but for the last three. gate_up is written where cuBLAS runs the product before an activation.
+    squares float32 [min(T, MAX_SMALL_M), tiles]: sums of hidden^2, where
     products share the norm between them; normed then has hidden times the norm's weight.
     """
 
     hidden: torch.Tensor
     normed: torch.Tensor
-    projected: torch.Tensor
     qkv: torch.Tensor
     attended: torch.Tensor
     gate_up: torch.Tensor
@@ -54,7 +53,6 @@ def new_activations(
     return Activations(
         hidden=matrix(spec.hidden_size),
         normed=matrix(spec.hidden_size),
-        projected=matrix(spec.hidden_size),
         qkv=matrix(spec.qkv_size),
         attended=matrix(spec.q_size),
         gate_up=matrix(2 * spec.intermediate_size),
@@ -70,12 +68,10 @@ def new_activations(
 class HeadBuffers:
     """The end of a step for up to S sampled rows.
 
-    hidden, projected, normed [S, H] in the model's dtype, projected as in Activations; logits
-    float32 [S, V].
+    hidden, normed [S, H] in the model's dtype; logits float32 [S, V].
     """
 
     hidden: torch.Tensor
-    projected: torch.Tensor
     normed: torch.Tensor
     logits: torch.Tensor
 
@@ -89,4 +85,4 @@ def new_head_buffers(
         return torch.zeros(limits.max_num_seqs, spec.hidden_size, dtype=dtype, device=device)
 
     logits = torch.zeros(limits.max_num_seqs, spec.vocab_size, device=device)
-    return HeadBuffers(matrix(), matrix(), matrix(), logits)
+    return HeadBuffers(matrix(), matrix(), logits)

@@ -92,7 +92,7 @@ class GpuDecoder:
         # and ends as usual: what follows it starts when it has ended.
         for index, layer in enumerate(self._weights.layers):
             self._plain_layer(index, layer, a, work, None, pdl=True)
-        self._plain_head(a.normed, a.hidden, self._not_added(a), logits, pdl=True)
+        self._plain_head(a.normed, a.hidden, logits, pdl=True)
 
     def packed(
         self,
@@ -110,11 +110,7 @@ class GpuDecoder:
         hidden, logits = head.hidden[:num_sampled], head.logits[:num_sampled]
         if num_sampled:
             gather_rows(a.hidden, sample_tokens, hidden)
-            not_added = self._not_added(a)
-            if not_added is not None:
-                gather_rows(not_added, sample_tokens, head.projected[:num_sampled])
-                not_added = head.projected[:num_sampled]
-            self._plain_head(head.normed[:num_sampled], hidden, not_added, logits)
+            self._plain_head(head.normed[:num_sampled], hidden, logits)
         return logits
 
     # --- parts ---
@@ -180,65 +176,34 @@ class GpuDecoder:
         prompts: PromptWork | None,
         pdl: bool = False,
     ) -> None:
-        """One layer with separate products; what it leaves in `projected`: see `_not_added`."""
-        not_added = self._not_added(a)
-        self._norm(a.normed, a.hidden, not_added if index else None, layer.attn_norm, pdl)
-        self.linears.plain(a.qkv, a.normed, _dense(layer.qkv), layer.qkv_bias, pdl)
+        """One layer with a norm and an activation of their own where products are cuBLAS's."""
+        plain, eps = self.linears.plain, self.spec.rms_norm_eps
+        rms_norm(a.normed, a.hidden, layer.attn_norm, eps, pdl=pdl)
+        plain(a.qkv, a.normed, _dense(layer.qkv), layer.qkv_bias, pdl=pdl)
         if prompts is not None or (decode is not None and not decode.turns):
             self._rope(index, layer, a, pdl=pdl)
         if decode is not None:
             self._attend_decode(index, layer, a.first(len(decode.rows)), decode, pdl=pdl)
         if prompts is not None:
             self._attend_prompts(index, a, prompts)
-        self._project(a, a.attended, _dense(layer.o), pdl)
-        self._norm(a.normed, a.hidden, not_added, layer.mlp_norm, pdl)
+        plain(a.hidden, a.attended, _dense(layer.o), residual=a.hidden, pdl=pdl)
+        rms_norm(a.normed, a.hidden, layer.mlp_norm, eps, pdl=pdl)
         self._gate_up(a, _dense(layer.gate_up), pdl)
-        self._project(a, a.gated, _dense(layer.down), pdl)
-
-    def _not_added(self, a: Activations) -> torch.Tensor | None:
-        """Where `_project` leaves what the norm behind it has to add to `hidden`; None: nothing."""
-        return None if self.linears.is_fixed(len(a.hidden)) else a.projected
-
-    def _project(self, a: Activations, x: torch.Tensor, weight: torch.Tensor, pdl: bool) -> None:
-        """hidden += x W^T in the end of a product of ours, else projected = x W^T."""
-        if self.linears.is_fixed(len(x)):
-            self.linears.fixed(a.hidden, x, weight, residual=a.hidden, pdl=pdl)
-        else:
-            self.linears.plain(a.projected, x, weight, None, pdl)
+        plain(a.hidden, a.gated, _dense(layer.down), residual=a.hidden, pdl=pdl)
 
     def _gate_up(self, a: Activations, weight: torch.Tensor, pdl: bool) -> None:
         """gated = silu(normed Wg^T) * normed Wu^T."""
         if self.linears.glu_is_ours(len(a.normed), weight):
             self.linears.fixed(a.gated, a.normed, weight, glu=True, pdl=pdl)
         else:
-            self.linears.plain(a.gate_up, a.normed, weight, None, pdl)
+            self.linears.plain(a.gate_up, a.normed, weight, pdl=pdl)
             silu_mul(a.gated, a.gate_up, pdl=pdl)
 
-    def _norm(
-        self,
-        normed: torch.Tensor,
-        hidden: torch.Tensor,
-        not_added: torch.Tensor | None,
-        weight: torch.Tensor,
-        pdl: bool,
-    ) -> None:
-        """hidden += not_added where there is one, then normed = RMSNorm(hidden)."""
-        eps = self.spec.rms_norm_eps
-        if not_added is None:
-            rms_norm(normed, hidden, weight, eps, pdl=pdl)
-        else:
-            rms_norm(normed, not_added, weight, eps, residual=hidden, pdl=pdl)
-
     def _plain_head(
-        self,
-        normed: torch.Tensor,
-        hidden: torch.Tensor,
-        not_added: torch.Tensor | None,
-        logits: torch.Tensor,
-        pdl: bool = False,
+        self, normed: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor, pdl: bool = False
     ) -> None:
-        self._norm(normed, hidden, not_added, self._weights.final_norm, pdl)
-        self.linears.plain(logits, normed, self._head(), None, pdl)
+        rms_norm(normed, hidden, self._weights.final_norm, self.spec.rms_norm_eps, pdl=pdl)
+        self.linears.plain(logits, normed, self._head(), pdl=pdl)
 
     def _rope(self, index: int, layer: LayerWeights, a: Activations, pdl: bool) -> None:
         k_cache, v_cache = self._cache.layer(index)

@@ -64,7 +64,7 @@ class MemoryPlan:
 def activation_bytes(spec: ModelSpec, limits: StepLimits, element_bytes: int) -> int:
     """Bytes of the activations of the largest step, logits of every row included."""
     tokens, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-    per_token = 3 * spec.hidden_size + spec.qkv_size + spec.q_size + 3 * spec.intermediate_size
+    per_token = 2 * spec.hidden_size + spec.qkv_size + spec.q_size + 3 * spec.intermediate_size
     tables = seqs * (limits.max_model_len + limits.blocks_per_seq) * 4
     return tokens * per_token * element_bytes + seqs * spec.vocab_size * 4 + tables
 

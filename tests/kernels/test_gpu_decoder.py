@@ -212,7 +212,7 @@ def test_many_rows_have_the_activation_in_the_product_where_it_is_swept(monkeypa
     half = torch.empty(192, 64, dtype=torch.float16)
     free = Linears(False, new_gemm_workspace(DEVICE))
     fixed = Linears(True, free.workspace)
-    monkeypatch.setattr(linear, "GLU_FROM_ROWS", None)
+    monkeypatch.setattr(linear, "GLU_FROM_ROWS", 129)
     assert not free.glu_is_ours(128, half)
     assert fixed.glu_is_ours(1, half)
     monkeypatch.setattr(linear, "GLU_FROM_ROWS", 100)

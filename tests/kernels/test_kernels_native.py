@@ -89,20 +89,21 @@ WIDE_TILES = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (1024, 3072), (960, 576), (4096, 4096)])
-def test_fixed_linear_bits_do_not_depend_on_m(n, k) -> None:
-    x, weight = randn(1100, k, dtype=BF16), randn(n, k, dtype=BF16, seed=1)
+def test_fixed_linear_bits_do_not_depend_on_m(n, k, dtype) -> None:
+    x, weight = randn(1100, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1)
     workspace = new_gemm_workspace(torch.device(DEVICE))
-    whole = poisoned(1100, n, dtype=BF16)
+    whole = poisoned(1100, n, dtype=dtype)
     fixed_linear(whole, x, weight, workspace=workspace)
     expected = fixed_linear_ref(x, weight, dtype=torch.float64)
     assert relative_error(whole, expected) < 6e-3
     for m in (1, 7, 64, 65, 128, 200, 256, 1000):
-        out = poisoned(m, n, dtype=BF16)
+        out = poisoned(m, n, dtype=dtype)
         fixed_linear(out, x[:m], weight, workspace=workspace, pdl=m % 2 == 0)
         assert torch.equal(out, whole[:m]), m
     for tile in WIDE_TILES:
-        out = poisoned(1100, n, dtype=BF16)
+        out = poisoned(1100, n, dtype=dtype)
         fixed_linear(out, x, weight, workspace=workspace, tile=tile)
         assert torch.equal(out, whole), tile
 
