@@ -190,7 +190,7 @@ _SMALL_GEMM_TILES: dict[tuple[int, int, int], SmallGemmTile] = {
     # 64
     (16, 576, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.52 us, 0.26 TB/s
     (64, 576, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.8 us, 0.24 TB/s
-    (16, 960, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.48 us, 0.45 TB/s
+    (16, 960, 576): SmallGemmTile(32, 128, 1, 4, 5),  # in whole steps 2.2 us faster than 16, 128
     (64, 960, 576): SmallGemmTile(16, 128, 1, 4, 6),  # 2.6 us, 0.43 TB/s
     (16, 576, 1536): SmallGemmTile(32, 256, 2, 4, 4),  # 3.79 us, 0.47 TB/s
     (64, 576, 1536): SmallGemmTile(16, 128, 2, 4, 6),  # 4.0 us, 0.44 TB/s
