@@ -31,7 +31,7 @@ TARGETS: dict[str, float] = {
     "qwen3-0.6b.ttft_ms.b1": 5.0,
     "qwen3-8b.prefill_tok_s.b64": 46_000.0,
     "qwen3-8b.ready_s": 6.0,
-    "load_gb_s": 12.0,
+    "load_gb_s": 30.0,
     "attn_decode_us.32x8.b32.kv4096": 133.0,
     "attn_decode_us.32x4.b1.kv1024": 6.0,
     "deterministic_cost_pct": 15.0,

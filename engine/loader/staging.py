@@ -27,7 +27,8 @@ MAX_STAGING_BYTES = 512 << 20
 """Pinned memory is taken from everybody else on the machine."""
 CHUNK_BYTES = 8 << 20
 """Small enough to stay in the caches on its way, large enough to hide what a chunk costs Python."""
-MIN_THREADS, MAX_THREADS = 2, 16
+MIN_THREADS, MAX_THREADS = 2, 8
+"""Eight threads read 35 GB/s out of the page cache of a machine with 16 processors, sixteen 32."""
 _ALIGNED_BYTES = 8  # of the largest number: a chunk holds at least one
 
 

@@ -146,7 +146,7 @@ def test_a_staging_that_cannot_work_is_refused(threads: int, chunk: int, match: 
         Staging(threads, chunk)
 
 
-@pytest.mark.parametrize(("processors", "threads"), [(1, 2), (2, 2), (16, 16), (128, 16)])
+@pytest.mark.parametrize(("processors", "threads"), [(1, 2), (2, 2), (6, 6), (16, 8), (128, 8)])
 def test_there_is_a_thread_for_each_processor_within_limits(
     monkeypatch, processors: int, threads: int
 ) -> None:
