@@ -36,7 +36,7 @@ def test_a_result_line_has_every_field_and_its_target(tmp_path) -> None:
     first, second = map(json.loads, results.path.read_text().splitlines())
     assert set(first) - {"itl_ms_p50"} == FIELDS
     assert (first["value"], first["target"], first["floor"]) == (9000.1235, 8800.0, 10138.0)
-    assert (second["target"], second["floor"]) == (12.0, 55.0)
+    assert (second["target"], second["floor"]) == (30.0, 55.0)
 
 
 def test_the_newest_line_of_a_name_counts(tmp_path) -> None:
