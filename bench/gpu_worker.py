@@ -102,6 +102,7 @@ def main() -> int:
             time.sleep(args.settle_s)
             for jobs in args.jobs:
                 asyncio.run(measure(ready["zmq"], jobs, args))
+                time.sleep(args.settle_s / 4)  # for graphs of sizes that came up just now
                 results.append(asyncio.run(measure(ready["zmq"], jobs, args)))
                 print(results[-1], file=sys.stderr, flush=True)
         finally:

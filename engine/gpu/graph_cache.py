@@ -119,6 +119,10 @@ class GraphCache:
             yield from (("decode", size, 0, kind) for size in few)
             yield from (("prompt", size, 1, kind) for size in self._prompt_tokens)
             yield from (("decode", size, 0, kind) for size in many)
+        # Several prompts at once: captured before the first such burst, or the one after it would
+        # wait for the capture.
+        rows = self._prompt_rows[-1]
+        yield from (("prompt", size, rows, SampleKind.PLAIN) for size in self._prompt_tokens)
 
     def _capture(self, key: Key) -> CapturedPlan:
         what, size, rows, kind = key

@@ -86,7 +86,10 @@ def test_idle_moments_capture_everything_common_once_and_small_decode_sizes_firs
     assert len(set(captured)) == len(captured)
     assert captured[:4] == [("decode", size, 0, False) for size in (1, 2, 4, 8)]
     assert captured[4][0] == "prompt"
-    assert captured[-1] == ("decode", 64, 0, False)
+    several = [key for key in captured if key[0] == "prompt" and key[2] == 8]
+    assert captured[-len(several) :] == several, "bursts of prompts come last"
+    assert captured[-len(several) - 1] == ("decode", 64, 0, False)
+    assert several[-1] == ("prompt", 2048, 8, False)
     assert not any(key[3] for key in captured), "nobody asked for filters"
 
 
