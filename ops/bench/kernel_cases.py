@@ -7,22 +7,19 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.activation import silu_mul
-from kernels.fixed_gemm import fixed_linear
 from kernels.norm import rms_norm
 from kernels.penalties import count_sampled, new_penalty_tables, penalise
 from kernels.prefill import prefill_attention
 from kernels.rope import rope_kv_write, rope_tables
 from kernels.sampler import new_sampler_workspace, sample
 from kernels.sampling_tables import new_sampling_tables
-from kernels.small_gemm import new_gemm_workspace, small_linear
 from kernels.tiles import DecodeTile, PrefillTile, decode_tile
 from ops.bench.kernel_inputs import (
     DEVICE,
     DTYPE,
-    QWEN3_8B,
     ModelShape,
     decode_plan_for,
     decode_set,
@@ -80,96 +77,6 @@ def decode_rows(
     flops = 4.0 * sum(seq_lens) * num_q_heads * head_dim
     label = "sdpa" if baseline_us == baseline_us else ""
     return make_row(f"decode.{name}", timing, kv_bytes, flops, label, baseline_us)
-
-
-def linear_rows(shape: ModelShape, m: int) -> Iterator[Row]:
-    """small_linear of each layer beside cuBLAS, weights rotated; gate_up with its activation
-    fused."""
-    workspace = new_gemm_workspace(DEVICE)
-    for name, n, k in [*shape.linear_layers, ("head", shape.vocab_size, shape.hidden)]:
-        glu = name == "gate_up"
-        weights = [random(n, k, scale=k**-0.5) for _ in range(num_sets(2 * n * k))]
-        x, out = random(m, k), torch.empty(m, n // (2 if glu else 1), dtype=DTYPE, device=DEVICE)
-        calls = [partial(small_linear, out, x, w, workspace, glu=glu) for w in weights]
-        base = time_calls([partial(linear, x, w) for w in weights], replays=7)
-        moved = 2.0 * (n * k + m * (n + k))
-        yield make_row(
-            f"linear.{shape.name}.{name}.m{m}",
-            time_calls(calls),
-            moved,
-            2.0 * m * n * k,
-            "cublas",
-            base.p50_us,
-        )
-
-
-def chain_row(shape: ModelShape, m: int, num_layers: int) -> Row:
-    """The linear layers of several blocks in a row, norm, SiLU and residual fused, beside cuBLAS's
-    GEMMs alone."""
-    workspace = new_gemm_workspace(DEVICE)
-    blocks = [
-        [random(n, k, scale=k**-0.5) for _, n, k in shape.linear_layers] for _ in range(num_layers)
-    ]
-    norm_weight = random(shape.hidden)
-    stream, attn = random(m, shape.hidden), random(m, shape.num_q_heads * shape.head_dim)
-    qkv = torch.empty(m, shape.linear_layers[0][1], dtype=DTYPE, device=DEVICE)
-    gated = torch.empty(m, shape.intermediate, dtype=DTYPE, device=DEVICE)
-    scratch = torch.empty_like(stream)
-    norm = {"norm_weight": norm_weight, "eps": 1e-6, "norm_scratch": scratch}
-
-    def ours() -> None:
-        for w_qkv, w_o, w_up, w_down in blocks:
-            small_linear(qkv, stream, w_qkv, workspace, **norm)  # type: ignore[arg-type]
-            small_linear(stream, attn, w_o, workspace, residual=stream)
-            small_linear(gated, stream, w_up, workspace, **norm, glu=True)  # type: ignore[arg-type]
-            small_linear(stream, gated, w_down, workspace, residual=stream)
-
-    inner = random(m, shape.intermediate)
-
-    def cublas() -> None:
-        for w_qkv, w_o, w_up, w_down in blocks:
-            linear(stream, w_qkv)
-            linear(attn, w_o)
-            linear(stream, w_up)
-            linear(inner, w_down)
-
-    timing = time_calls([ours], min_calls=2)
-    base = time_calls([cublas], replays=7, min_calls=2)
-    size = sum(w.numel() for block in blocks for w in block)
-    return make_row(
-        f"chain.{shape.name}.m{m}.{num_layers}-layers",
-        timing,
-        2.0 * size,
-        2.0 * m * size,
-        "cublas",
-        base.p50_us,
-    )
-
-
-def fixed_rows(m: int) -> Iterator[Row]:
-    """The batch-invariant GEMM on the 8B's layers beside cuBLAS: o and down with the residual in
-    their ends; gate_up with its activation, which has a launch of its own beside."""
-    workspace = new_gemm_workspace(DEVICE)
-    for name, n, k in QWEN3_8B.linear_layers:
-        glu = name == "gate_up"
-        num_outputs = n // 2 if glu else n
-        weights = [random(n, k, scale=k**-0.5) for _ in range(num_sets(2 * n * k))]
-        x, out = random(m, k), random(m, num_outputs)
-        residual = out if name in ("o", "down") else None
-        ours = partial(
-            fixed_linear, out, x, residual=residual, workspace=workspace, pdl=True, glu=glu
-        )
-        timing = time_calls([partial(ours, weight=w) for w in weights])
-        base = time_calls([partial(_cublas, out, x, w, glu) for w in weights], replays=7)
-        moved = 2.0 * (n * k + m * (num_outputs + k))
-        beside = "cublas+silu" if glu else "cublas"
-        yield make_row(f"fixed.8b.{name}.m{m}", timing, moved, 2.0 * m * n * k, beside, base.p50_us)
-
-
-def _cublas(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, glu: bool) -> None:
-    product = linear(x, weight)
-    if glu:
-        silu_mul(out, product, pdl=True)
 
 
 def prefill_row(lengths: list[int], shape: ModelShape, tile: PrefillTile | None = None) -> Row:

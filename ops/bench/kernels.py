@@ -2,7 +2,7 @@
 beside it.
 
 Needs a CUDA device. Prints a table, then one JSON line. Timing: ops/bench/kernel_timing.py;
-cases: kernel_cases.py.
+cases: kernel_cases.py, product_cases.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def rows_of(groups: set[str]) -> Iterator[object]:
     """Rows of these groups, measured one by one."""
     from ops.bench import kernel_cases as cases
     from ops.bench import kernel_inputs as inputs
+    from ops.bench import product_cases as products
 
     if "decode" in groups:
         for case in cases.DECODE_CASES:
@@ -34,14 +35,14 @@ def rows_of(groups: set[str]) -> Iterator[object]:
     if "chain" in groups:
         for shape, layers in ((inputs.QWEN3_06B, 28), (inputs.SMOLLM2, 30), (inputs.QWEN3_8B, 12)):
             for m in (1, 8, 32, 64):
-                yield cases.chain_row(shape, m, layers)
+                yield products.chain_row(shape, m, layers)
     if "linear" in groups:
         for shape in (inputs.QWEN3_06B, inputs.QWEN3_8B, inputs.SMOLLM2):
             for m in (1, 8, 64):
-                yield from cases.linear_rows(shape, m)
+                yield from products.linear_rows(shape, m)
     if "fixed" in groups:
         for m in (1, 64, 256, 2048):
-            yield from cases.fixed_rows(m)
+            yield from products.fixed_rows(m)
     if "small" in groups:
         for m in (1, 256):
             yield from cases.small_kernel_rows(inputs.QWEN3_8B, m)
