@@ -125,6 +125,32 @@ def model_parts(s: Setting) -> list[Part]:
     ]
 
 
+def extra_parts(s: Setting) -> list[Part]:
+    """Kernels in steady state, and variants of whole decode steps (in a dry run: only their
+    names)."""
+    power = ["bench.gpu_power", "--out", str(s.results), "--device", s.device]
+    search = ["--out", str(s.results), "--device", s.device, "--rows", "8", "--seconds", "110"]
+    if s.is_dry:
+        search.append("--list")
+    wide = ["--attention", "64,4,3,2,tma", "64,4,4,2,tma", "64,4,3,3,tma", "64,4,2,4,tma"]
+    wide += ["--share", "driver", "60", "75", "90"]
+    small = ["--attention", "64,4,4,2,tma", "64,4,3,2,tma", "64,4,3,3,tma", "64,4,6,2,tma"]
+    small += ["--share", "driver", "40", "50", "60", "75"]
+    return [
+        Part("power", 90, [power], is_extra=True),
+        Part(
+            "step_search",
+            400,
+            [
+                ["bench.step_search", "qwen3-8b", *search, *wide],
+                ["bench.step_search", "qwen3-0.6b", *search, *small, "--small-gemm"],
+                ["bench.step_search", "smollm2-135m", *search, *small, "--small-gemm"],
+            ],
+            is_extra=True,
+        ),
+    ]
+
+
 def all_parts(s: Setting) -> list[Part]:
     """Every part, in the order in which they run."""
     load = ["bench.gpu_load", "tiny" if s.is_dry else "qwen3-8b", "--device", s.device]
@@ -163,4 +189,5 @@ def all_parts(s: Setting) -> list[Part]:
                 for shape in (["tiny"] if s.is_dry else ["qwen3-0.6b", "smollm2-135m"])
             ],
         ),
+        *extra_parts(s),
     ]
