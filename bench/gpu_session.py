@@ -14,8 +14,8 @@ Order of work on a machine that is there for half an hour, most wanted first:
    look at its clock and power beside them before a change of a few per cent is believed.
 2. With --model: parity and worker, which need real weights (which may come in pieces:
    --model-pieces). Then load and rival.
-3. Extra parts run only where named: sweep_gemm, sweep_prefill. sweep_fixed writes
-   OUT/fixed_gemm_tiles.json, to be copied over kernels/fixed_gemm_tiles.json.
+3. Extra parts run only where named: sweep_gemm, sweep_prefill, power, step_search. What sweep_fixed
+   writes, OUT/fixed_gemm_tiles.json, goes over kernels/fixed_gemm_tiles.json.
 4. Look at gpu_active_pct's kernels and at the trace, change one thing, and measure that shape again
    with `python -m bench.gpu_engine SHAPE`. A kernel that is faster alone can make a step slower: it
    shares processors, memory and power with its neighbours.
