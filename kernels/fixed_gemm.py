@@ -19,7 +19,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.fixed_gemm_tile import place_tile, store_tile, sum_tile
-from kernels.fixed_tiles import SPLIT_UNIT, FixedGemmTile, fixed_gemm_tile, fixed_splits
+from kernels.fixed_tiles import (
+    FEW_ROWS,
+    SPLIT_UNIT,
+    FixedGemmTile,
+    fixed_gemm_tile,
+    fixed_splits,
+)
 from kernels.pdl import pdl_options, prefetch_l2
 from kernels.small_gemm import GemmWorkspace
 from kernels.split_k import add_parts
@@ -180,7 +186,7 @@ def fixed_linear(
     persistent = tile.persistent and splits == 1 and out.element_size() == 2
     tma = tile.tma and _takes_descriptors(x, weight)
     programs = min(tiles, _num_processors(x)) if persistent else tiles
-    is_memory_bound = num_tokens <= 64
+    is_memory_bound = num_tokens <= FEW_ROWS
     _fixed_gemm_kernel[(programs, splits if parallel else 1)](
         out,
         _tiles_of(x, tile.block_m, tile.block_k) if tma else x,

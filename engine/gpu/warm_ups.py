@@ -18,7 +18,7 @@ from engine.gpu.memory import StepLimits
 from engine.gpu.row_tables import SampleKind
 from engine.model.spec import ModelSpec
 from engine.plan import StepPlan
-from kernels.fixed_tiles import fixed_gemm_tile
+from kernels.fixed_tiles import FEW_ROWS, fixed_gemm_tile
 
 _TILE_ROWS = 64
 """Tiles of products, and whose product it is, change at multiples of it, and below it at 16."""
@@ -72,7 +72,9 @@ def _token_counts(spec: ModelSpec, dtype: torch.dtype, linears: Linears, most: i
         is_fixed = linears.is_fixed(tokens)
         yield is_fixed
         if is_fixed:
-            yield from ((n, k, fixed_gemm_tile(tokens, n, k, dtype)) for n, k in shapes)
+            # Up to FEW_ROWS a product asks for its weights ahead, by whatever tile.
+            few = tokens <= FEW_ROWS
+            yield from ((n, k, few, fixed_gemm_tile(tokens, n, k, dtype)) for n, k in shapes)
         if linears.glu_is_ours(tokens, gate_up):
             yield fixed_gemm_tile(tokens, inner, hidden, dtype, glu=True)
 

@@ -24,9 +24,9 @@ CASES = (
 )
 MAX_PIECES = 40
 """Each of them is a whole step of padding, and requests may wait for one."""
-LATE_IN_PLAIN_GRAPHS = {"_fetch_inputs_kernel", "_fixed_gemm_kernel"}
-"""What plain prompt graphs may compile: the arrival of their inputs, and float32 products of more
-than 64 tokens. Idle moments capture such graphs first."""
+LATE_IN_PLAIN_GRAPHS = {"_fetch_inputs_kernel"}
+"""What plain prompt graphs may compile: the arrival of their inputs. Idle moments capture such
+graphs first."""
 
 
 @pytest.fixture(scope="module")
