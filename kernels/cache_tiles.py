@@ -24,6 +24,11 @@ def cache_tiles(cache: torch.Tensor, tile_tokens: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(slots, [tile_tokens, head_dim])
 
 
+def tile_bytes(cache: torch.Tensor, tile_tokens: int) -> int:
+    """Bytes of one head's keys and values of a tile, as they lie in shared memory."""
+    return 2 * tile_tokens * triton.next_power_of_2(cache.shape[3]) * cache.element_size()
+
+
 @triton.jit
 def load_tile(
     k_ptr,

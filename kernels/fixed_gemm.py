@@ -27,6 +27,7 @@ from kernels.fixed_tiles import (
     fixed_splits,
 )
 from kernels.pdl import pdl_options, prefetch_l2
+from kernels.shared_memory import fitting_stages
 from kernels.small_gemm import GemmWorkspace
 from kernels.split_k import add_parts
 
@@ -215,7 +216,7 @@ def fixed_linear(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP=GROUP_M,
-        STAGES=tile.num_stages,
+        STAGES=fitting_stages(tile.num_stages, tile.stage_bytes(glu, x.element_size())),
         PREFETCH_LINES=2 * tile.block_k * x.element_size() // 128 if is_memory_bound else 0,
         DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,

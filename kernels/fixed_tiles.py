@@ -39,6 +39,10 @@ class FixedGemmTile:
     tma: bool = False
     persistent: bool = False
 
+    def stage_bytes(self, glu: bool, element_bytes: int) -> int:
+        """Bytes that one step over K reads into shared memory; glu: of two weights."""
+        return (self.block_m + self.block_n * (2 if glu else 1)) * self.block_k * element_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class FixedGemmTable:

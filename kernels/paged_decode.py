@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cache_tiles import cache_tiles, gather_kv, takes_tiles
+from kernels.cache_tiles import cache_tiles, gather_kv, takes_tiles, tile_bytes
 from kernels.decode_fold import fold_tiles
 from kernels.decode_items import load_item, load_row, prefetch_tile
 from kernels.decode_partials import DecodeWorkspace, join_partials
@@ -29,6 +29,7 @@ from kernels.decode_rope import (
     new_token_arguments,
 )
 from kernels.pdl import pdl_options
+from kernels.shared_memory import fitting_stages
 
 LOG2_E = math.log2(math.e)
 
@@ -238,7 +239,7 @@ def paged_decode(
         UP_TO_16=tile.groups.up_to_16,
         UP_TO_64=tile.groups.up_to_64,
         BEYOND=tile.groups.beyond,
-        STAGES=tile.num_stages,
+        STAGES=fitting_stages(tile.num_stages, tile_bytes(k_cache, tile.tile_tokens)),
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TMA=tma,
         IN_ORDER=plan.in_order,

@@ -12,8 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cache_tiles import block_of, cache_tiles, gather_kv, load_tile, takes_tiles
+from kernels.cache_tiles import (
+    block_of,
+    cache_tiles,
+    gather_kv,
+    load_tile,
+    takes_tiles,
+    tile_bytes,
+)
 from kernels.paged_decode import LOG2_E
+from kernels.shared_memory import fitting_stages
 from kernels.tiles import PrefillTile, prefill_tile
 
 
@@ -220,7 +228,7 @@ def prefill_attention(
         BLOCK_Q=block_q,
         BLOCK_SIZE=block_size,
         BLOCK_N=tile.block_n,
-        STAGES=tile.num_stages,
+        STAGES=fitting_stages(tile.num_stages, tile_bytes(k_cache, tile.block_n)),
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TMA=tma,
         HAS_WINDOW=window > 0,

@@ -20,6 +20,7 @@ from kernels.deferred_norm import NextNorm, ScaledInput, leave_scaled, row_facto
 from kernels.gemv import gemv
 from kernels.norm import rms_norm
 from kernels.pdl import pdl_options, prefetch_l2
+from kernels.shared_memory import fitting_stages
 from kernels.split_k import add_parts
 from kernels.tiles import SmallGemmTile, small_gemm_tile
 
@@ -266,7 +267,7 @@ def small_linear(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         SPLIT_K=split_k,
-        STAGES=tile.num_stages,
+        STAGES=fitting_stages(tile.num_stages, tile.stage_bytes(block_m, glu, x.element_size())),
         PREFETCH_LINES=max(tile.block_k * x.element_size() // 128, 1) * tile.prefetch_tiles,
         DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,

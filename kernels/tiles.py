@@ -184,6 +184,10 @@ class SmallGemmTile:
     num_stages: int
     prefetch_tiles: int = 2
 
+    def stage_bytes(self, block_m: int, glu: bool, element_bytes: int) -> int:
+        """Bytes that one step over K reads into shared memory; glu: of two weights."""
+        return (block_m + self.block_n * (2 if glu else 1)) * self.block_k * element_bytes
+
 
 _SMALL_GEMM_TILES: dict[tuple[int, int, int], SmallGemmTile] = {
     # (M bucket, N, K); bench/sweep_gemm.py on one H200, bf16, fused as in the model, at M = 8 and
