@@ -183,7 +183,7 @@ class GpuDecoder:
         if prompts is not None or (decode is not None and not decode.turns):
             self._rope(index, layer, a, pdl=pdl)
         if decode is not None:
-            self._attend_decode(index, layer, a.first(len(decode.rows)), decode, pdl=pdl)
+            self._attend_decode(index, layer, a, decode, pdl=pdl)
         if prompts is not None:
             self._attend_prompts(index, a, prompts)
         plain(a.hidden, a.attended, _dense(layer.o), residual=a.hidden, pdl=pdl)
@@ -220,7 +220,8 @@ class GpuDecoder:
     def _attend_decode(
         self, index: int, layer: LayerWeights, a: Activations, work: DecodeWork, pdl: bool
     ) -> None:
-        window = self.spec.windows[index]
+        """For the first rows of a, one token each."""
+        window, num_rows = self.spec.windows[index], len(work.rows)
         plan, workspace = work.plans[window]
         k_cache, v_cache = self._cache.layer(index)
         new = None
@@ -228,8 +229,8 @@ class GpuDecoder:
             eps = self.spec.rms_norm_eps
             new = NewTokens(self._cos, self._sin, layer.q_norm, layer.k_norm, eps)
         paged_decode(
-            a.attended.view(len(a.attended), self.spec.num_heads, self.spec.head_dim),
-            self._queries(a), k_cache, v_cache, self._block_tables,
+            a.attended[:num_rows].view(num_rows, self.spec.num_heads, self.spec.head_dim),
+            self._queries(a)[:num_rows], k_cache, v_cache, self._block_tables,
             work.rows, work.seq_lens, plan, workspace, self._scale, window=window, pdl=pdl,
             new_tokens=new,
         )  # fmt: skip

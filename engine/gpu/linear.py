@@ -114,7 +114,12 @@ class Linears:
         x, and may be the residual.
 
         pdl: launch while the kernel before still runs, where the product is ours.
+
+        Raises:
+            ValueError: bias and residual together, or one of them and out of another dtype than x.
         """
+        if (bias is not None) + (residual is not None) + (out.dtype != x.dtype) > 1:
+            raise ValueError("plain takes one of bias, residual and an out of another dtype than x")
         if self.is_fixed(len(x)):
             self.fixed(out, x, weight, bias=bias, residual=residual, pdl=pdl)
             return

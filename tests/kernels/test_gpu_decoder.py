@@ -223,6 +223,21 @@ def test_many_rows_have_the_activation_in_the_product_where_it_is_swept(monkeypa
     assert Linears(False, free.workspace, 16).glu_is_ours(17, half)
 
 
+def test_a_plain_product_adds_one_thing_or_says_so() -> None:
+    """cuBLAS takes one; a second would be left out without a word."""
+    linears = Linears(False, new_gemm_workspace(DEVICE))
+    x, weight = (torch.ones(80, 8, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    added = {"bias": weight[:, 0], "residual": torch.ones_like(x @ weight.t())}
+    out = torch.empty_like(added["residual"])
+    with pytest.raises(ValueError, match="one of bias, residual"):
+        linears.plain(out, x, weight, **added)
+    for name, tensor in added.items():
+        linears.plain(out, x, weight, **{name: tensor})
+        assert (out == 9).all()
+        with pytest.raises(ValueError, match="another dtype"):
+            linears.plain(out.float(), x, weight, **{name: tensor})
+
+
 def test_steps_with_the_activation_alone_in_the_product_give_the_reference_logits(
     tmp_path, monkeypatch
 ) -> None:
