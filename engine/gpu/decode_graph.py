@@ -14,7 +14,7 @@ from engine.gpu.captured import CapturedStep
 from engine.gpu.decoder import DecodeWork, GpuDecoder
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
-from engine.gpu.staging import IntArray, StepSlots
+from engine.gpu.staging import IntArray, StepSlots, aligned
 from engine.plan import StepPlan
 from kernels.decode_plan import plan_decode
 from kernels.step_slots import DECODE_FIELDS, begin_decode
@@ -48,7 +48,7 @@ class DecodeGraph(CapturedStep):
         self._buffers = buffers
         self._block_size = block_size
         self._seq_lens, self._due_rows, self._due_positions = torch.zeros(
-            3, -(-size // 4) * 4, dtype=torch.int32, device=tables.block_table.device
+            3, aligned(size), dtype=torch.int32, device=tables.block_table.device
         )[:, :size]
 
     @property

@@ -16,14 +16,13 @@ from engine.gpu.captured import CapturedStep
 from engine.gpu.decoder import GpuDecoder, PromptWork
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
-from engine.gpu.staging import IntArray, StepSlots
+from engine.gpu.staging import IntArray, StepSlots, aligned
 from engine.plan import StepPlan
 from kernels.inputs import expand_inputs
 from kernels.step_slots import fetch_inputs
 from kernels.table_updates import apply_block_changes
 
 _CACHED_BLOCKS = 64  # block table entries that prefix hits may bring along
-_ALIGNED_INTS = 4  # fields start at 16 bytes: kernels are not compiled again for odd pointers
 _ROW_FIELDS = 5
 
 Ints = TypeVar("Ints", IntArray, torch.Tensor)
@@ -33,7 +32,7 @@ class PromptGraph(CapturedStep):
     """One captured step of up to num_tokens tokens of up to num_rows prompts.
 
     Inputs: changes [3, C] | rows | num_computed | sample_rows | positions | sample_tokens, R each
-    | cu_seqlens_q [R + 1]; each of them starts at a multiple of _ALIGNED_INTS.
+    | cu_seqlens_q [R + 1]; each of them starts where `aligned` says.
     """
 
     packs_results = True
@@ -114,7 +113,7 @@ class PromptGraph(CapturedStep):
     def _views(self, inputs: Ints) -> tuple[Ints, Ints, Ints]:
         """Changes [3, C], the fields with a number for each row [_ROW_FIELDS, R], and cu_seqlens_q
         [R + 1] in the inputs."""
-        stride = _aligned(self.num_rows)
+        stride = aligned(self.num_rows)
         fields_at = 3 * self.max_changes
         ends_at = fields_at + _ROW_FIELDS * stride
         return (
@@ -126,14 +125,10 @@ class PromptGraph(CapturedStep):
 
 def max_changes(num_tokens: int, num_rows: int, block_size: int) -> int:
     """Block table entries that a captured prompt step may change."""
-    return _aligned(num_tokens // block_size + num_rows + _CACHED_BLOCKS)
+    return aligned(num_tokens // block_size + num_rows + _CACHED_BLOCKS)
 
 
 def num_host_ints(num_tokens: int, num_rows: int, block_size: int) -> int:
     """int32 that such a step's inputs take."""
     changes = 3 * max_changes(num_tokens, num_rows, block_size)
-    return changes + _ROW_FIELDS * _aligned(num_rows) + num_rows + 1
-
-
-def _aligned(num_ints: int) -> int:
-    return -(-num_ints // _ALIGNED_INTS) * _ALIGNED_INTS
+    return changes + _ROW_FIELDS * aligned(num_rows) + num_rows + 1

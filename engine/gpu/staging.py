@@ -15,9 +15,15 @@ from engine.errors import IntegrityError
 from kernels.step_slots import publish_results
 
 NUM_SLOTS = 3
-_ALIGNED_INTS = 4  # views start at 16 bytes: kernels are not compiled again for odd pointers
+_ALIGNED_INTS = 4
 
 IntArray = npt.NDArray[np.int32]
+
+
+def aligned(num_ints: int) -> int:
+    """The next number of int32 that ends at 16 bytes: what begins there needs no kernels compiled
+    for odd pointers."""
+    return -(-num_ints // _ALIGNED_INTS) * _ALIGNED_INTS
 
 
 class StepSlots:
@@ -114,6 +120,6 @@ class StepUpload:
             end = at + len(array)
             host[at:end] = array
             spans.append((at, end))
-            at = -(-end // _ALIGNED_INTS) * _ALIGNED_INTS
+            at = aligned(end)
         self._device[:at].copy_(tensor[:at], non_blocking=True)
         return [self._device[begin:end] for begin, end in spans]
