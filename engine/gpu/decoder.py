@@ -3,11 +3,15 @@
 `decode` is a step of one token per row, made to be captured in a CUDA graph: every launch has fixed
 arguments and lengths live in device memory. `packed` is any mix of prompt chunks and decode rows.
 Both write the same numbers into the same cache.
+
+What the last layer computes of a token goes into that token's own logits and its keys and values.
+So of tokens that are not sampled, which are most of a prompt's, `packed` computes the latter only:
+one layer in all of a model's is saved. In deterministic mode a token's way is always the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +22,7 @@ from engine.gpu.linear import Linears
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
 from kernels.activation import silu_mul
+from kernels.decode_plan import plan_decode
 from kernels.decode_rope import NewTokens
 from kernels.deferred_norm import NextNorm, ScaledInput
 from kernels.embedding import embed
@@ -53,6 +58,20 @@ class PromptWork:
     rows: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SampledWork:
+    """Tokens whose logits are wanted, each the last one of its row.
+
+    tokens int32 [S]: places among the packed tokens. rows, seq_lens int32 [S]. -1, -1 and at most 0
+    where there is none. plans: window -> work list for S rows, filled on the way.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    plans: Plans
 
 
 class GpuDecoder:
@@ -99,18 +118,27 @@ class GpuDecoder:
         a: Activations,
         decode: DecodeWork | None,
         prompts: PromptWork | None,
-        sample_tokens: torch.Tensor,
+        sampled: SampledWork,
         head: HeadBuffers,
     ) -> torch.Tensor:
-        """Any step: T rows of activations -> logits float32 [S, V] of sample_tokens int32 [S]."""
+        """Any step: T rows of activations -> logits float32 [S, V] of the sampled tokens."""
         self._embed(a, pdl=False)
-        for index, layer in enumerate(self._weights.layers):
+        ends_early = not self.linears.deterministic
+        layers = self._weights.layers
+        for index, layer in enumerate(layers[:-1] if ends_early else layers):
             self._plain_layer(index, layer, a, decode, prompts)
-        num_sampled = len(sample_tokens)
-        hidden, logits = head.hidden[:num_sampled], head.logits[:num_sampled]
+        if ends_early:
+            self._keep_last_kv(a)
+        hidden, num_sampled = a.hidden, len(sampled.tokens)
+        a = replace(
+            a.first(num_sampled), hidden=head.hidden[:num_sampled], normed=head.normed[:num_sampled]
+        )
+        logits = head.logits[:num_sampled]
         if num_sampled:
-            gather_rows(a.hidden, sample_tokens, hidden)
-            self._plain_head(head.normed[:num_sampled], hidden, logits)
+            gather_rows(hidden, sampled.tokens, a.hidden)
+            if ends_early:
+                self._sampled_layer(a, sampled)
+            self._plain_head(a.normed, a.hidden, logits)
         return logits
 
     # --- parts ---
@@ -190,6 +218,25 @@ class GpuDecoder:
         rms_norm(a.normed, a.hidden, layer.mlp_norm, eps, pdl=pdl)
         self._gate_up(a, _dense(layer.gate_up), pdl)
         plain(a.hidden, a.gated, _dense(layer.down), residual=a.hidden, pdl=pdl)
+
+    def _keep_last_kv(self, a: Activations) -> None:
+        """Keys and values of the last layer, all that later steps need of it."""
+        index, layer, begin = self.spec.num_layers - 1, self._weights.layers[-1], self.spec.q_size
+        rms_norm(a.normed, a.hidden, layer.attn_norm, self.spec.rms_norm_eps)
+        bias = layer.qkv_bias[begin:] if layer.qkv_bias is not None else None
+        self.linears.plain(a.qkv[:, begin:], a.normed, _dense(layer.qkv)[begin:], bias)
+        self._rope(index, layer, a, pdl=False)
+
+    def _sampled_layer(self, a: Activations, sampled: SampledWork) -> None:
+        """The last layer of S tokens alone, as decode rows: their keys and values are kept again.
+
+        The work lists may be those that the decode rows had in the layers before.
+        """
+        index, num_kv_heads = self.spec.num_layers - 1, self.spec.num_kv_heads
+        window = self.spec.windows[index]
+        plan_decode(sampled.plans[window][0], sampled.seq_lens, num_kv_heads, window=window)
+        work = DecodeWork(sampled.rows, sampled.seq_lens, sampled.plans, turns=True)
+        self._plain_layer(index, self._weights.layers[index], a, work, None)
 
     def _gate_up(self, a: Activations, weight: torch.Tensor, pdl: bool) -> None:
         """gated = silu(normed Wg^T) * normed Wu^T."""

@@ -9,7 +9,7 @@ import torch
 
 from engine.gpu.activations import Activations
 from engine.gpu.buffers import SharedBuffers
-from engine.gpu.decoder import DecodeWork, GpuDecoder, PromptWork
+from engine.gpu.decoder import DecodeWork, GpuDecoder, PromptWork, SampledWork
 from engine.gpu.memory import StepLimits
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
@@ -57,7 +57,7 @@ class PackedSteps:
             cu_seqlens[plan.num_decode :] - cu_seqlens[plan.num_decode],
             cu_seqlens[1:][sampled] - 1,
             plan.rows[sampled],
-            (plan.num_computed + num_new)[sampled],
+            np.where(plan.rows < 0, 0, plan.num_computed + num_new)[sampled],
         )
         changes, rows, num_computed, cu, cu_prompt, sample_tokens, rows_due, positions = (
             self._upload.send(sends)
@@ -69,8 +69,10 @@ class PackedSteps:
             a.token_rows, a.positions, a.slots, seq_lens,
             rows, num_computed, cu, self._tables.block_table, self._limits.block_size,
         )  # fmt: skip
-        logits = self._layers(plan, a, rows, seq_lens, cu_prompt, sample_tokens)
         num_sampled = len(sampled)
+        plans = self._buffers.attention.of(num_sampled)
+        due = SampledWork(sample_tokens, rows_due, positions, plans)
+        logits = self._layers(plan, a, rows, seq_lens, cu_prompt, due)
         if num_sampled:
             sample_rows(kind, logits, rows_due, positions, self._tables, self._buffers)
         return num_sampled
@@ -90,7 +92,7 @@ class PackedSteps:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         cu_prompt: torch.Tensor,
-        sample_tokens: torch.Tensor,
+        sampled: SampledWork,
     ) -> torch.Tensor:
         num_decode = plan.num_decode
         decode = prompts = None
@@ -102,4 +104,4 @@ class PackedSteps:
             decode = DecodeWork(rows[:num_decode], lens, plans)
         if num_decode < len(rows):
             prompts = PromptWork(num_decode, rows[num_decode:], seq_lens[num_decode:], cu_prompt)
-        return self._decoder.packed(a, decode, prompts, sample_tokens, self._buffers.head)
+        return self._decoder.packed(a, decode, prompts, sampled, self._buffers.head)

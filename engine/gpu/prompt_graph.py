@@ -13,7 +13,7 @@ import torch
 
 from engine.gpu.buffers import SharedBuffers
 from engine.gpu.captured import CapturedStep
-from engine.gpu.decoder import GpuDecoder, PromptWork
+from engine.gpu.decoder import GpuDecoder, PromptWork, SampledWork
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
 from engine.gpu.staging import IntArray, StepSlots, aligned
@@ -79,9 +79,8 @@ class PromptGraph(CapturedStep):
         cu_seqlens[1 : num_rows + 1] = ends
         cu_seqlens[num_rows + 1 :] = ends[-1]
         sampled = np.flatnonzero(plan.sample)
-        fields[0] = -1
-        fields[1] = 0
-        fields[2:] = -1
+        fields[:] = -1
+        fields[[1, 3]] = 0
         fields[0, :num_rows] = plan.rows
         fields[1, :num_rows] = plan.num_computed
         fields[2, : len(sampled)] = plan.rows[sampled]
@@ -106,7 +105,8 @@ class PromptGraph(CapturedStep):
             rows, num_computed, cu_seqlens, self._tables.block_table, self._block_size,
         )  # fmt: skip
         prompts = PromptWork(0, rows, self._seq_lens, cu_seqlens)
-        logits = self._decoder.packed(a, None, prompts, sample_tokens, b.head)
+        sampled = SampledWork(sample_tokens, rows_due, positions, b.attention.of(size))
+        logits = self._decoder.packed(a, None, prompts, sampled, b.head)
         sample_rows(self._kind, logits, rows_due, positions, self._tables, b)
         slots.publish(b.out_tokens[:size], b.out_bad[:size])
 

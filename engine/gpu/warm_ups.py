@@ -66,6 +66,7 @@ def _token_counts(spec: ModelSpec, dtype: torch.dtype, linears: Linears, most: i
     """Numbers of tokens with all tiles that the layers' products take for any number; rising."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     shapes = [(spec.qkv_size, hidden), (hidden, spec.q_size), (hidden, inner)]
+    shapes.append((2 * spec.kv_size, hidden))
     gate_up = torch.empty(2 * inner, hidden, dtype=dtype, device="meta")
 
     def products(tokens: int) -> Iterator[Hashable]:

@@ -205,6 +205,33 @@ def test_fixed_products_give_a_row_the_same_bits_in_every_step(tmp_path) -> None
     torch.testing.assert_close(alone.cpu(), f.expected(ids), rtol=0, atol=1e-4)
 
 
+def test_the_last_layer_is_computed_for_sampled_tokens_and_keys_and_values_alone(
+    tmp_path, monkeypatch
+) -> None:
+    """Its other products are as large as the number of sampled tokens, of none they are left
+    out."""
+    products = []
+    plain = Linears.plain
+
+    def noted(self, out, x, weight, *args, **options):
+        products.append((len(x), len(weight)))
+        plain(self, out, x, weight, *args, **options)
+
+    monkeypatch.setattr(Linears, "plain", noted)
+    f = Fixture(tmp_path, FAMILIES["qwen2"])
+    ids = np.random.default_rng(6).integers(0, 131, 30).astype(np.int32)
+    f.tables.take_over([NewRow(0, ids, len(ids), Sampling(), NONE, 0)])
+    layer = [128, 64, 192, 64]  # outputs of qkv, o, gate and up, down
+    all_of, kv = [(20, n) for n in layer], (20, 64)
+    f.packed.run(_plan(1, [(0, 0, 3), (0, 1, 4)], [0], [0], [20], sample=False), PLAIN)
+    assert products == [*all_of, kv]
+    products.clear()
+    f.packed.run(_plan(2, [], [0], [20], [10], sample=True), PLAIN)
+    sampled = [(1, n) for n in [*layer, 131]]
+    assert products == [*((10, n) for n in layer), (10, 64), *sampled]
+    torch.testing.assert_close(f.buffers.head.logits[0].cpu(), f.expected(ids), rtol=0, atol=1e-4)
+
+
 def test_many_rows_have_the_activation_in_the_product_where_it_is_swept(monkeypatch) -> None:
     """From GLU_FROM_ROWS on, of two-byte weights that have tiles; cuBLAS else."""
     shapes = {(128, 96, 64)}
