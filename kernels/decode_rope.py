@@ -1,7 +1,8 @@
-"""A decode row's new token inside of decode attention: its query turned, its key turned and kept
-with its value, and its own share of the softmax. Saves a launch in every layer.
+"""New tokens inside of attention: queries turned when they are loaded; a decode row's key turned
+and kept with its value, and its own share of the softmax.
 
-Rotation and norm are those of `kernels.rope`.
+Of decode rows that saves a launch in every layer, of prompts writing queries and reading them
+again. Rotation and norm are those of `kernels.rope`.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def load_turned(
     HAS_NORM: tl.constexpr,
 ):
     """Heads [H, BLOCK_D] at pointers heads_at [H, 1], normed and turned, float32. cos_at, sin_at:
-    of the token's position."""
+    of the token's position, or [H, 1] where each head has its own."""
     HALF: tl.constexpr = D // 2
     is_low = dims < HALF
     partners = tl.where(is_low, dims + HALF, dims - HALF)
     angles = tl.where(is_low, dims, dims - HALF)
-    cos = tl.load(cos_at + angles, mask=dims < D, other=0.0)
-    sin = tl.load(sin_at + angles, mask=dims < D, other=0.0)
+    cos = tl.load(cos_at + angles[None, :], mask=(dims < D)[None, :], other=0.0)
+    sin = tl.load(sin_at + angles[None, :], mask=(dims < D)[None, :], other=0.0)
     x = tl.load(heads_at + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     partner = tl.load(heads_at + partners[None, :], mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
@@ -65,7 +66,46 @@ def load_turned(
         partner_weight = tl.load(norm_ptr + partners, mask=dims < D, other=0.0).to(tl.float32)
         x = x * scale * weight[None, :]
         partner = partner * scale * partner_weight[None, :]
-    return x * cos[None, :] + partner * tl.where(is_low, -sin, sin)[None, :]
+    return x * cos + partner * tl.where(is_low[None, :], -sin, sin)
+
+
+@triton.jit
+def load_turned_queries(
+    heads_at,
+    lane_mask,
+    dims,
+    cos_at,
+    sin_at,
+    norm_ptr,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """`load_turned` of a block of many tokens' heads: lane_mask [H, 1]: which are there; cos_at,
+    sin_at [H, 1]: valid for the others too. Returns [H, BLOCK_D] of the heads' dtype."""
+    dtype: tl.constexpr = heads_at.dtype.element_ty
+    if D == BLOCK_D:  # by halves: each number, and each angle, is loaded once
+        HALF: tl.constexpr = D // 2
+        halves = tl.arange(0, HALF)
+        cos = tl.load(cos_at + halves[None, :])
+        sin = tl.load(sin_at + halves[None, :])
+        low = tl.load(heads_at + halves[None, :], mask=lane_mask, other=0.0).to(tl.float32)
+        high = tl.load(heads_at + HALF + halves[None, :], mask=lane_mask, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            mean_square = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / D
+            scale = tl.rsqrt(mean_square + eps)[:, None]
+            low = low * scale * tl.load(norm_ptr + halves).to(tl.float32)[None, :]
+            high = high * scale * tl.load(norm_ptr + HALF + halves).to(tl.float32)[None, :]
+        turned_low = (low * cos - high * sin).to(dtype)
+        turned_high = (high * cos + low * sin).to(dtype)
+        turned = tl.join(turned_low, turned_high).permute(0, 2, 1).reshape(heads_at.shape[0], D)
+    else:
+        mask = lane_mask & (dims < D)[None, :]
+        turned = load_turned(
+            heads_at, mask, dims, cos_at, sin_at, norm_ptr, eps, D, HAS_NORM
+        ).to(dtype)  # fmt: skip
+    return turned
 
 
 @triton.jit

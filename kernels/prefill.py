@@ -2,6 +2,7 @@
 
 One program takes BLOCK_Q tokens of one sequence with the whole GQA group of one kv head packed
 into M, so each key tile is read once per group. All keys, the new ones too, come from the cache.
+Queries may come as they leave the projection: each is loaded by one program, which turns it.
 Tiles start at position 0 of the sequence whatever the chunk, so a token's result does not depend
 on how its prompt was cut.
 """
@@ -20,6 +21,7 @@ from kernels.cache_tiles import (
     takes_tiles,
     tile_bytes,
 )
+from kernels.decode_rope import NewTokens, load_turned_queries, new_token_arguments
 from kernels.paged_decode import LOG2_E
 from kernels.shared_memory import fitting_stages
 from kernels.tiles import PrefillTile, prefill_tile
@@ -55,6 +57,10 @@ def _prefill_kernel(
     row_ptr,
     seq_len_ptr,
     cu_seqlens_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    eps,
     scale_log2,
     window,
     batch_size,
@@ -75,6 +81,8 @@ def _prefill_kernel(
     DOT_PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    TURNS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):
     # Blocks late in a sequence have the most keys: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -98,10 +106,17 @@ def _prefill_kernel(
     q_rows = (token_begin + q_index).to(tl.int64)
     lane_offsets = q_heads[:, None] * D + dims[None, :]
     q_mask = lane_mask[:, None] & dim_mask[None, :]
-    q = tl.load(q_ptr + q_rows[:, None] * q_stride + lane_offsets, mask=q_mask, other=0.0)
     last_position = num_computed + tl.minimum(first + BLOCK_Q, num_new) - 1
     # Lanes without a token see what the last one sees: keys beyond may be anything.
     q_positions = tl.minimum(num_computed + q_index, last_position)
+    if TURNS:
+        angles = q_positions.to(tl.int64)[:, None] * (D // 2)
+        q = load_turned_queries(
+            q_ptr + q_rows[:, None] * q_stride + q_heads[:, None] * D, lane_mask[:, None], dims,
+            cos_ptr + angles, sin_ptr + angles, q_norm_ptr, eps, D, BLOCK_D, HAS_NORM,
+        )  # fmt: skip
+    else:
+        q = tl.load(q_ptr + q_rows[:, None] * q_stride + lane_offsets, mask=q_mask, other=0.0)
     key_begin = 0
     if HAS_WINDOW:
         key_begin = tl.maximum(num_computed + first - window + 1, 0)
@@ -172,6 +187,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     tile: PrefillTile | None = None,
+    new_tokens: NewTokens | None = None,
 ) -> None:
     """Causal attention of packed new tokens; entry b owns tokens cu_seqlens_q[b] ..
     cu_seqlens_q[b + 1] - 1.
@@ -192,6 +208,8 @@ def prefill_attention(
         scale: usually D ** -0.5.
         window: sliding window in tokens, the query's own included; 0: none.
         tile: None: from the table.
+        new_tokens: queries come as they leave the projection: norm and turn them, as
+            `rope_kv_write` would, when they are loaded. q is not written.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -202,6 +220,7 @@ def prefill_attention(
     block_q = block_m // group_heads
     num_entries = rows.shape[0]
     tma = tile.tma and takes_tiles(k_cache, tile.block_n)
+    cos, sin, q_norm, _, eps = new_token_arguments(q, new_tokens)
     grid = (num_tokens // block_q + num_entries, num_kv_heads)
     _prefill_kernel[grid](
         out,
@@ -212,6 +231,10 @@ def prefill_attention(
         rows,
         seq_lens,
         cu_seqlens_q,
+        cos,
+        sin,
+        q_norm,
+        eps,
         scale * LOG2_E,
         window,
         num_entries,
@@ -232,6 +255,8 @@ def prefill_attention(
         DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TMA=tma,
         HAS_WINDOW=window > 0,
+        TURNS=new_tokens is not None,
+        HAS_NORM=new_tokens is not None and new_tokens.q_norm is not None,
         num_warps=tile.num_warps,
     )
 

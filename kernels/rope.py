@@ -1,6 +1,7 @@
 """Rotary embedding, optional q/k norm and the KV write, in one pass over packed qkv rows.
 
-q heads are rotated in place, k heads go rotated into the paged cache, v heads are copied there.
+q heads are rotated in place, k heads go rotated into the paged cache, v heads are copied there. Or
+q heads are left alone, where attention rotates them as it loads them.
 Values are kept finite: attention multiplies those of slots that do not count by zero, and a block
 passes from one job to the next.
 Rotation is the half-split form (Llama, Qwen): pairs are (i, i + D/2).
@@ -21,7 +22,8 @@ def finite(x, LARGEST: tl.constexpr):
     return tl.clamp(tl.where(x == x, x, LARGEST), -LARGEST, LARGEST)
 
 
-@triton.jit
+# A step's prompts may begin at any token: no new compilation for it.
+@triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
 def _rope_kv_write_kernel(
     qkv_ptr,
     k_cache_ptr,
@@ -40,6 +42,7 @@ def _rope_kv_write_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    WITH_QUERIES: tl.constexpr,
     HAS_NORM: tl.constexpr,
     MAX_FINITE: tl.constexpr,
     PDL: tl.constexpr,
@@ -48,20 +51,24 @@ def _rope_kv_write_kernel(
     D: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    if not WITH_QUERIES:
+        heads += NUM_Q
     halves = tl.arange(0, BLOCK_HALF)
     half_mask = halves < HALF
     mask = (heads < NUM_Q + 2 * NUM_KV)[:, None] & half_mask[None, :]
     is_q = (heads < NUM_Q)[:, None]
     is_v = (heads >= NUM_Q + NUM_KV)[:, None]
     if HAS_NORM:
-        q_low = tl.load(q_norm_ptr + halves, mask=half_mask, other=0.0).to(tl.float32)
-        q_high = tl.load(q_norm_ptr + HALF + halves, mask=half_mask, other=0.0).to(tl.float32)
+        if WITH_QUERIES:
+            q_low = tl.load(q_norm_ptr + halves, mask=half_mask, other=0.0).to(tl.float32)
+            q_high = tl.load(q_norm_ptr + HALF + halves, mask=half_mask, other=0.0).to(tl.float32)
         k_low = tl.load(k_norm_ptr + halves, mask=half_mask, other=0.0).to(tl.float32)
         k_high = tl.load(k_norm_ptr + HALF + halves, mask=half_mask, other=0.0).to(tl.float32)
     pdl_begin(PDL)
     slot = tl.load(slot_ptr + token).to(tl.int64)
+    position = tl.load(position_ptr + token).to(tl.int64)
     if slot >= 0:
-        angle_at = tl.load(position_ptr + token).to(tl.int64) * HALF + halves
+        angle_at = position * HALF + halves
         cos = tl.load(cos_ptr + angle_at, mask=half_mask, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + angle_at, mask=half_mask, other=0.0).to(tl.float32)
         at = qkv_ptr + token * qkv_stride + heads[:, None] * D + halves[None, :]
@@ -70,8 +77,10 @@ def _rope_kv_write_kernel(
         if HAS_NORM:
             mean_square = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / D
             scale = tl.rsqrt(mean_square + eps)[:, None]
-            low_weight = tl.where(is_q, q_low[None, :], k_low[None, :])
-            high_weight = tl.where(is_q, q_high[None, :], k_high[None, :])
+            low_weight, high_weight = k_low[None, :], k_high[None, :]
+            if WITH_QUERIES:
+                low_weight = tl.where(is_q, q_low[None, :], low_weight)
+                high_weight = tl.where(is_q, q_high[None, :], high_weight)
             low = tl.where(is_v, low, low * scale * low_weight)
             high = tl.where(is_v, high, high * scale * high_weight)
         dtype = qkv_ptr.dtype.element_ty
@@ -82,12 +91,15 @@ def _rope_kv_write_kernel(
         cache_at = slot * cache_stride + halves[None, :]
         k_at = k_cache_ptr + cache_at + (heads - NUM_Q)[:, None] * D
         v_at = v_cache_ptr + cache_at + (heads - NUM_Q - NUM_KV)[:, None] * D
-        to = tl.where(is_q, at, tl.where(is_v, v_at, k_at))
+        to = tl.where(is_v, v_at, k_at)
+        if WITH_QUERIES:
+            to = tl.where(is_q, at, to)
         tl.store(to, new_low, mask=mask)
         tl.store(to + HALF, new_high, mask=mask)
 
 
 _BLOCK_HEADS = 8
+_MOST_KV_HEADS = 16
 
 
 def rope_kv_write(
@@ -103,13 +115,14 @@ def rope_kv_write(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     pdl: bool = False,
+    with_queries: bool = True,
 ) -> None:
-    """Rotate q in place; norm and rotate k and copy v into the paged cache, v within the finite
+    """Norm and rotate q in place, k into the paged cache, and copy v there, v within the finite
     numbers of its type. Tokens with slot -1 are left alone.
 
     Args:
         qkv: [T, (HQ + 2 HKV) * D], last dimension contiguous: q heads, k heads, v heads. q is
-            overwritten.
+            overwritten, or neither read nor written without queries.
         k_cache, v_cache: [num_blocks, block_size, HKV, D], contiguous, dtype of qkv; slots are
             written.
         cos, sin: float32 [max_len, D / 2], contiguous.
@@ -119,11 +132,16 @@ def rope_kv_write(
             none.
         eps: of that norm.
         pdl: launch while the kernel before still runs.
+        with_queries: False: keys and values only.
     """
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     has_norm = q_norm is not None and k_norm is not None
-    grid = (num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, _BLOCK_HEADS))
+    num_heads, block_heads = num_q_heads + 2 * num_kv_heads, _BLOCK_HEADS
+    if not with_queries:  # a token's angles are loaded once for all of its heads, or 16
+        num_heads = 2 * num_kv_heads
+        block_heads = min(triton.next_power_of_2(num_heads), _MOST_KV_HEADS)
+    grid = (num_tokens, triton.cdiv(num_heads, block_heads))
     _rope_kv_write_kernel[grid](
         qkv,
         k_cache,
@@ -141,10 +159,11 @@ def rope_kv_write(
         NUM_KV=num_kv_heads,
         HALF=head_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        BLOCK_HEADS=_BLOCK_HEADS,
+        BLOCK_HEADS=block_heads,
+        WITH_QUERIES=with_queries,
         HAS_NORM=has_norm,
         MAX_FINITE=torch.finfo(qkv.dtype).max,
-        num_warps=2,
+        num_warps=max(block_heads // 4, 1),  # 16 bytes of each half a thread, where D is 128
         **pdl_options(qkv, pdl),
     )
 

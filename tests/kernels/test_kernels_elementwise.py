@@ -70,6 +70,31 @@ def test_rope_rotates_q_and_writes_only_live_slots(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_q", "num_kv", "head_dim", "with_norm"),
+    [(9, 3, 64, False), (10, 5, 96, True), (8, 1, 128, True), (20, 20, 16, True)],
+)
+def test_rope_without_queries_leaves_them_and_writes_the_same_keys_and_values(
+    dtype, num_q, num_kv, head_dim, with_norm
+) -> None:
+    """Also where the step's prompts begin behind other tokens."""
+    qkv = randn(6, (num_q + 2 * num_kv) * head_dim, dtype=dtype)
+    qkv[1:, : num_q * head_dim] = float("nan")  # neither read nor written
+    cos, sin = (t.to(DEVICE) for t in rope_tables(head_dim, 64))
+    positions, slots = ints([9, 0, 7, 63, 1, 2]), ints([5, 33, 0, -1, 16, 47])
+    norms = [randn(head_dim, dtype=dtype, seed=s) for s in (3, 4)] if with_norm else [None, None]
+    one, other = ([poisoned(3, 16, num_kv, head_dim, dtype=dtype) for _ in "kv"] for _ in range(2))
+    tables = (cos, sin, positions[1:], slots[1:], num_q, *norms)
+    rope_kv_write(qkv[1:].clone(), *one, *tables)
+    after = qkv.clone()
+    rope_kv_write(after[1:], *other, *tables, with_queries=False)
+    assert torch.equal(after.view(torch.int8), qkv.view(torch.int8))
+    for cache, expected in zip(other, one, strict=True):
+        assert torch.equal(cache.view(torch.int8), expected.view(torch.int8))
+        assert int(cache.isfinite().all(-1).sum()) == 4 * num_kv
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_in_the_cache_are_finite_whatever_a_job_computes(dtype) -> None:
     """A block goes to another job after this one: zero times NaN there would be NaN."""
     largest = torch.finfo(dtype).max
