@@ -22,8 +22,7 @@ def finite(x, LARGEST: tl.constexpr):
     return tl.clamp(tl.where(x == x, x, LARGEST), -LARGEST, LARGEST)
 
 
-# A step's prompts may begin at any token: no new compilation for it.
-@triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
+@triton.jit
 def _rope_kv_write_kernel(
     qkv_ptr,
     k_cache_ptr,

@@ -98,9 +98,7 @@ class DecodeGraph(CapturedStep):
                 plan, self._seq_lens, self._decoder.spec.num_kv_heads, window=window, pdl=True
             )
         logits = b.head.logits[:size]
-        turns = not self._decoder.linears.deterministic
-        work = DecodeWork(a.token_rows, self._seq_lens, plans, turns)
-        self._decoder.decode(a, work, logits)
+        self._decoder.decode(a, DecodeWork(a.token_rows, self._seq_lens, plans), logits)
         sample_rows(
             self._kind, logits, self._due_rows, self._due_positions, self._tables, b, pdl=True
         )

@@ -37,14 +37,12 @@ from kernels.table_updates import gather_rows
 class DecodeWork:
     """Attention over the cache for rows of one new token.
 
-    rows, seq_lens int32 [B]. plans: window -> work list, filled for these lengths. turns: attention
-    turns queries and keys and keeps the new ones; otherwise a launch before it has done so.
+    rows, seq_lens int32 [B]. plans: window -> work list, filled for these lengths.
     """
 
     rows: torch.Tensor
     seq_lens: torch.Tensor
     plans: Plans
-    turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +158,7 @@ class GpuDecoder:
         x = None
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             self._product_of_norm(a, a.qkv, x, _dense(layer.qkv), layer.attn_norm, layer.qkv_bias)
-            self._attend_decode(index, layer, a, work, pdl=True)
+            self._attend_decode(index, a, work, pdl=True)
             x = self._product_before_norm(a, a.attended, _dense(layer.o), layer.mlp_norm)
             self._product_of_norm(a, a.gated, x, _dense(layer.gate_up), layer.mlp_norm, glu=True)
             x = self._product_before_norm(a, a.gated, _dense(layer.down), next_norm)
@@ -208,10 +206,10 @@ class GpuDecoder:
         plain, eps = self.linears.plain, self.spec.rms_norm_eps
         rms_norm(a.normed, a.hidden, layer.attn_norm, eps, pdl=pdl)
         plain(a.qkv, a.normed, _dense(layer.qkv), layer.qkv_bias, pdl=pdl)
-        if prompts is not None or (decode is not None and not decode.turns):
+        if prompts is not None or self.linears.deterministic:
             self._rope(index, layer, a, pdl=pdl)
         if decode is not None:
-            self._attend_decode(index, layer, a, decode, pdl=pdl)
+            self._attend_decode(index, a, decode, pdl=pdl)
         if prompts is not None:
             self._attend_prompts(index, a, prompts)
         plain(a.hidden, a.attended, _dense(layer.o), residual=a.hidden, pdl=pdl)
@@ -235,7 +233,7 @@ class GpuDecoder:
         index, num_kv_heads = self.spec.num_layers - 1, self.spec.num_kv_heads
         window = self.spec.windows[index]
         plan_decode(sampled.plans[window][0], sampled.seq_lens, num_kv_heads, window=window)
-        work = DecodeWork(sampled.rows, sampled.seq_lens, sampled.plans, turns=True)
+        work = DecodeWork(sampled.rows, sampled.seq_lens, sampled.plans)
         self._plain_layer(index, self._weights.layers[index], a, work, None)
 
     def _gate_up(self, a: Activations, weight: torch.Tensor, pdl: bool) -> None:
@@ -253,33 +251,36 @@ class GpuDecoder:
         self.linears.plain(logits, normed, self._head(), pdl=pdl)
 
     def _rope(self, index: int, layer: LayerWeights, a: Activations, pdl: bool) -> None:
+        """Keys and values of all tokens into the cache, though decode attention may keep its own
+        again; queries where attention leaves them."""
         k_cache, v_cache = self._cache.layer(index)
         rope_kv_write(
             a.qkv, k_cache, v_cache, self._cos, self._sin, a.positions, a.slots,
-            self.spec.num_heads,
-            q_norm=layer.q_norm, k_norm=layer.k_norm, eps=self.spec.rms_norm_eps, pdl=pdl,
+            self.spec.num_heads, q_norm=layer.q_norm, k_norm=layer.k_norm,
+            eps=self.spec.rms_norm_eps, pdl=pdl, with_queries=self.linears.deterministic,
         )  # fmt: skip
+
+    def _new_tokens(self, index: int) -> NewTokens | None:
+        """What attention turns new tokens with; None where they are turned before it."""
+        if self.linears.deterministic:
+            return None
+        layer, eps = self._weights.layers[index], self.spec.rms_norm_eps
+        return NewTokens(self._cos, self._sin, layer.q_norm, layer.k_norm, eps)
 
     def _queries(self, a: Activations) -> torch.Tensor:
         q = a.qkv[:, : self.spec.q_size]
         return q.view(len(q), self.spec.num_heads, self.spec.head_dim)
 
-    def _attend_decode(
-        self, index: int, layer: LayerWeights, a: Activations, work: DecodeWork, pdl: bool
-    ) -> None:
+    def _attend_decode(self, index: int, a: Activations, work: DecodeWork, pdl: bool) -> None:
         """For the first rows of a, one token each."""
         window, num_rows = self.spec.windows[index], len(work.rows)
         plan, workspace = work.plans[window]
         k_cache, v_cache = self._cache.layer(index)
-        new = None
-        if work.turns:
-            eps = self.spec.rms_norm_eps
-            new = NewTokens(self._cos, self._sin, layer.q_norm, layer.k_norm, eps)
         paged_decode(
             a.attended[:num_rows].view(num_rows, self.spec.num_heads, self.spec.head_dim),
             self._queries(a)[:num_rows], k_cache, v_cache, self._block_tables,
             work.rows, work.seq_lens, plan, workspace, self._scale, window=window, pdl=pdl,
-            new_tokens=new,
+            new_tokens=self._new_tokens(index),
         )  # fmt: skip
 
     def _attend_prompts(self, index: int, a: Activations, work: PromptWork) -> None:
@@ -289,7 +290,7 @@ class GpuDecoder:
             attended.view(len(attended), self.spec.num_heads, self.spec.head_dim),
             self._queries(a)[work.begin :], k_cache, v_cache, self._block_tables,
             work.rows, work.seq_lens, work.cu_seqlens_q, self._scale,
-            window=self.spec.windows[index],
+            window=self.spec.windows[index], new_tokens=self._new_tokens(index),
         )  # fmt: skip
 
 
