@@ -34,7 +34,7 @@ from engine.gpu.staging import StepSlots
 from engine.loader import read_spec
 from engine.model.spec import ModelSpec
 from engine.model.weights import assemble, named_shapes
-from kernels.small_gemm import new_gemm_workspace
+from kernels.split_k import new_gemm_workspace
 from ops.bench.shapes import SHAPES, write_shape
 
 META = torch.device("meta")

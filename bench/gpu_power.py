@@ -29,7 +29,8 @@ from bench.report import ResultFile
 from kernels.fixed_gemm import fixed_linear
 from kernels.gemv import gemv
 from kernels.prefill import prefill_attention
-from kernels.small_gemm import MAX_SMALL_M, new_gemm_workspace, small_linear
+from kernels.small_gemm import MAX_SMALL_M, small_linear
+from kernels.split_k import new_gemm_workspace
 from kernels.tiles import decode_tile
 from ops.bench.kernel_inputs import (
     DEVICE,

@@ -29,7 +29,7 @@ from bench.fixed_gemm_candidates import candidates
 from kernels.activation import silu_mul
 from kernels.fixed_gemm import fixed_linear
 from kernels.fixed_tiles import FEW_ROWS, TABLE_PATH, FixedGemmTile, m_bucket, read_table
-from kernels.small_gemm import new_gemm_workspace
+from kernels.split_k import new_gemm_workspace
 from ops.bench import kernel_inputs as inputs
 from ops.bench.kernel_timing import num_sets, time_calls
 

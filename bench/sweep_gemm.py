@@ -19,7 +19,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from kernels.gemv import gemv
-from kernels.small_gemm import new_gemm_workspace, small_linear
+from kernels.small_gemm import small_linear
+from kernels.split_k import new_gemm_workspace
 from kernels.tiles import GemvTile, SmallGemmTile
 from ops.bench import kernel_inputs as inputs
 from ops.bench.kernel_timing import num_sets, time_calls

@@ -68,52 +68,52 @@ def new_squares(num_rows: int, num_columns: int, device: torch.device) -> torch.
 @triton.jit
 def leave_scaled(
     h,
+    norm,
     tile,
     columns,
     mask,
-    norm_ptr,
     scaled_ptr,
     scaled_stride,
     squares_ptr,
     squares_stride,
     num_tokens,
-    num_columns,
     BLOCK_M: tl.constexpr,
 ):
     """The end of the product before a norm: write h * weight and the sums of h^2 of a column tile.
 
-    h [BLOCK_M, columns]: as rounded for the residual stream; mask: which of it counts.
+    h [BLOCK_M, columns]: as rounded for the residual stream; norm [columns]: the weight; mask:
+    which of h counts.
     """
     tokens = tl.arange(0, BLOCK_M)
     h32 = tl.where(mask, h.to(tl.float32), 0.0)
-    norm = tl.load(norm_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
     scaled_at = scaled_ptr + tokens.to(tl.int64)[:, None] * scaled_stride + columns[None, :]
-    tl.store(scaled_at, (h32 * norm[None, :]).to(scaled_ptr.dtype.element_ty), mask=mask)
+    scaled = h32 * norm.to(tl.float32)[None, :]
+    tl.store(scaled_at, scaled.to(scaled_ptr.dtype.element_ty), mask=mask)
     squares_at = squares_ptr + tokens * squares_stride + tile
     tl.store(squares_at, tl.sum(h32 * h32, axis=1), mask=tokens < num_tokens)
 
 
 @triton.jit
-def row_factors(
-    squares_ptr,
-    squares_stride,
-    num_tokens,
-    eps,
-    K: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+def load_squares(
+    squares_ptr, squares_stride, num_tokens, NUM_TILES: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The end of the product behind a norm: rsqrt(mean(h^2) + eps) float32 [BLOCK_M] of rows of K
-    features, whose squares are in NUM_TILES sums each."""
-    # At most 2048 sums at a time, so that few registers are taken.
-    MOST: tl.constexpr = 2048 // BLOCK_M
+    """Sums of squares float32 [BLOCK_M, .] that add up to those of the rows."""
+    # At most 4096 numbers at a time, so that few registers are taken.
+    MOST: tl.constexpr = 4096 // BLOCK_M
     BLOCK: tl.constexpr = min(triton.next_power_of_2(NUM_TILES), MOST)
     tokens = tl.arange(0, BLOCK_M)
     tiles = tl.arange(0, BLOCK)
     is_row = tokens < num_tokens
     squares_at = squares_ptr + tokens[:, None] * squares_stride + tiles[None, :]
-    squares = tl.zeros([BLOCK_M, BLOCK], tl.float32)
-    for begin in tl.static_range(0, NUM_TILES, BLOCK):
+    squares = tl.load(squares_at, mask=is_row[:, None] & (tiles < NUM_TILES)[None, :], other=0.0)
+    for begin in tl.static_range(BLOCK, NUM_TILES, BLOCK):
         mask = is_row[:, None] & (begin + tiles < NUM_TILES)[None, :]
         squares += tl.load(squares_at + begin, mask=mask, other=0.0)
+    return squares
+
+
+@triton.jit
+def row_factors(squares, eps, K: tl.constexpr):
+    """The end of the product behind a norm: rsqrt(mean(h^2) + eps) float32 [BLOCK_M] of rows of K
+    features, whose sums are those of `load_squares`."""
     return tl.rsqrt(tl.sum(squares, axis=1) / K + eps)

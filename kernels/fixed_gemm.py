@@ -3,7 +3,7 @@
 For the deterministic mode. K is cut into parts by the weight's shape alone; within a part every row
 is summed by the same matrix instruction in the same steps, and the parts are added in order. Where
 a part is summed (one program after the other parts, or a program of its own, whose partial tile the
-last one to arrive adds up) changes nothing. Programs of a group share weight tiles through L2.
+one of the last part adds up) changes nothing. Programs of a group share weight tiles through L2.
 With `glu` a program sums the tile of the gate and that of the up projection side by side, each in
 this order, and writes silu(gate) * up only.
 """
@@ -28,8 +28,7 @@ from kernels.fixed_tiles import (
 )
 from kernels.pdl import pdl_options, prefetch_l2
 from kernels.shared_memory import fitting_stages
-from kernels.small_gemm import GemmWorkspace
-from kernels.split_k import add_parts
+from kernels.split_k import GemmWorkspace, add_parts
 
 GROUP_M = 8
 """Row tiles that are walked before the next column tile, so that they share weight tiles in L2."""
@@ -45,7 +44,6 @@ def _fixed_gemm_kernel(
     bias_ptr,
     residual_ptr,
     partial_ptr,
-    arrivals_ptr,
     num_tokens,
     num_rows,
     out_stride,
@@ -108,7 +106,7 @@ def _fixed_gemm_kernel(
             K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA, GLU,
         )  # fmt: skip
         acc, is_final = add_parts(
-            acc, partial_ptr, arrivals_ptr, first, tl.program_id(1), SPLITS, BLOCK_M, BLOCK_N
+            acc, partial_ptr, first, tl.program_id(1), SPLITS, BLOCK_M, BLOCK_N
         )
     elif SPLITS > 1:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -180,8 +178,7 @@ def fixed_linear(
         and splits > 1
         and not glu
         and workspace is not None
-        and tiles <= len(workspace.arrivals)
-        and tiles * splits * tile.block_m * tile.block_n <= len(workspace.partials)
+        and workspace.holds(tiles, splits, tile.block_m * tile.block_n)
     )
     # A loop over tiles has the next one's loads beside the stored one: no room for 4-byte outputs.
     persistent = tile.persistent and splits == 1 and out.element_size() == 2
@@ -196,7 +193,6 @@ def fixed_linear(
         bias if bias is not None else weight,
         residual if residual is not None else x,
         workspace.partials if workspace is not None and parallel else out,
-        workspace.arrivals if workspace is not None and parallel else out,
         num_tokens,
         num_rows,
         out.stride(0),

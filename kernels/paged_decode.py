@@ -20,15 +20,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.cache_tiles import cache_tiles, gather_kv, takes_tiles, tile_bytes
 from kernels.decode_fold import fold_tiles
 from kernels.decode_items import load_item, load_row, prefetch_tile
+from kernels.decode_new_token import (
+    add_new_token,
+    keep_new_token,
+    load_angles,
+    load_heads,
+    load_norm,
+    turn,
+)
 from kernels.decode_partials import DecodeWorkspace, join_partials
 from kernels.decode_plan import DecodePlan, group_tiles
-from kernels.decode_rope import (
-    NewTokens,
-    begin_with_new_token,
-    load_turned,
-    new_token_arguments,
-)
+from kernels.new_tokens import NewTokens, new_token_arguments
 from kernels.pdl import pdl_options
+from kernels.rope import finite
 from kernels.shared_memory import fitting_stages
 
 LOG2_E = math.log2(math.e)
@@ -83,6 +87,7 @@ def _paged_decode_kernel(
     NUM_Q: tl.constexpr = NUM_KV * GROUP_HEADS
     lanes = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
+    out_dims = tl.arange(0, BLOCK_D)
     head_mask = lanes < GROUP_HEADS
     q_mask = head_mask[:, None] & (dims < D)[None, :]
     out_mask = head_mask[None, :] & (dims < D)[:, None]
@@ -95,6 +100,12 @@ def _paged_decode_kernel(
     is_live = first < num_work
     entry, span, slot = load_item(items_ptr, first, is_live, NUM_KV)
     seq_len, row = load_row(seq_len_ptr, row_ptr, entry, is_live)
+    q_weight, q_partners, k_weight, k_partners = 0.0, 0.0, 0.0, 0.0
+    if NEW_TOKENS:
+        cos, sin = load_angles(cos_ptr, sin_ptr, seq_len - 1, dims, is_live, D)
+        if HAS_NORM:
+            q_weight, q_partners = load_norm(q_norm_ptr, dims, D)
+            k_weight, k_partners = load_norm(k_norm_ptr, dims, D)
     if PDL:
         prefetch_tile(
             k_ptr, v_ptr, block_table_ptr + row * table_stride, (first % NUM_KV) * D,
@@ -116,17 +127,14 @@ def _paged_decode_kernel(
         num_cached = seq_len
         if NEW_TOKENS:
             num_cached = seq_len - 1
-            angle = num_cached.to(tl.int64) * (D // 2)
-            q = load_turned(
-                qkv_at + q_heads[:, None] * D, q_mask, dims, cos_ptr + angle, sin_ptr + angle,
-                q_norm_ptr, eps, D, HAS_NORM,
-            ).to(q_ptr.dtype.element_ty)  # fmt: skip
-            m, l, acc = begin_with_new_token(
-                q, qkv_at, k_ptr, v_ptr, table_at, kv_head, num_cached,
-                end_tile * TILE >= seq_len, cos_ptr, sin_ptr, k_norm_ptr, eps, scale_log2,
-                stride_block, stride_token, dims,
-                NUM_Q, NUM_KV, D, BLOCK_H, BLOCK_D, BLOCK_SIZE, HAS_NORM, MAX_FINITE,
-            )  # fmt: skip
+            is_new = end_tile * TILE >= seq_len  # of this item
+            raw, partner = load_heads(qkv_at + q_heads[:, None] * D, q_mask, dims, D)
+            k_at = qkv_at + (NUM_Q + kv_head) * D + tl.zeros([1, 1], tl.int32)
+            raw_k, k_partner = load_heads(k_at, ((dims < D) & is_new)[None, :], dims, D)
+            v_at = qkv_at + (NUM_Q + NUM_KV + kv_head) * D + out_dims
+            raw_v = tl.load(v_at, mask=(out_dims < D) & is_new, other=0.0)
+            new_block = tl.load(table_at + num_cached // BLOCK_SIZE, mask=is_new, other=0)
+            q = turn(raw, partner, cos, sin, q_weight, q_partners, eps, D, HAS_NORM)
             end_tile = tl.minimum(end_tile, (num_cached + TILE - 1) // TILE)
         else:
             q = tl.load(qkv_at + q_heads[:, None] * D + dims[None, :], mask=q_mask, other=0.0)
@@ -140,6 +148,14 @@ def _paged_decode_kernel(
             BLOCK_SIZE, TILE, D, BLOCK_H, BLOCK_D, STAGES, DOT_PRECISION, TMA, IN_ORDER,
         )  # fmt: skip
         next_seq_len, next_row = load_row(seq_len_ptr, row_ptr, next_entry, is_more)
+        if NEW_TOKENS:
+            k = turn(raw_k, k_partner, cos, sin, k_weight, k_partners, eps, D, HAS_NORM)
+            v = finite(raw_v.to(tl.float32), MAX_FINITE).to(k.dtype)
+            to = new_block.to(tl.int64) * stride_block + kv_head * D
+            to += (num_cached % BLOCK_SIZE) * stride_token
+            keep_new_token(k_ptr, v_ptr, to, k, v, dims, is_new, D, BLOCK_D)
+            m, l, acc = add_new_token(m, l, acc, q, k, v, is_new, scale_log2)
+            cos, sin = load_angles(cos_ptr, sin_ptr, next_seq_len - 1, dims, is_more, D)
         if slot >= 0:
             at = slot.to(tl.int64) * NUM_Q + q_heads
             tl.store(max_sum_ptr + at * 2, m, mask=head_mask)

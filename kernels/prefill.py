@@ -21,7 +21,7 @@ from kernels.cache_tiles import (
     takes_tiles,
     tile_bytes,
 )
-from kernels.decode_rope import NewTokens, load_turned_queries, new_token_arguments
+from kernels.new_tokens import NewTokens, load_turned_queries, new_token_arguments
 from kernels.paged_decode import LOG2_E
 from kernels.shared_memory import fitting_stages
 from kernels.tiles import PrefillTile, prefill_tile

@@ -1,14 +1,12 @@
 """Linear layers of a small decode batch: memory-bound GEMM with its neighbours fused and its
 weights read ahead.
 
-For N too small to fill the GPU, K is split: each program leaves a partial tile, the last of a tile
-to arrive adds them up in order, so results do not vary from run to run. A norm between two products
+For N too small to fill the GPU, K is split: each program leaves a partial tile, that of the last
+part adds them up in order, so results do not vary from run to run. A norm between two products
 may be shared by their ends: see deferred_norm.py.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,34 +14,21 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.activation import silu_mul_values
-from kernels.deferred_norm import NextNorm, ScaledInput, leave_scaled, row_factors
+from kernels.deferred_norm import (
+    NextNorm,
+    ScaledInput,
+    leave_scaled,
+    load_squares,
+    row_factors,
+)
 from kernels.gemv import gemv
 from kernels.norm import rms_norm
 from kernels.pdl import pdl_options, prefetch_l2
 from kernels.shared_memory import fitting_stages
-from kernels.split_k import add_parts
+from kernels.split_k import GemmWorkspace, add_parts
 from kernels.tiles import SmallGemmTile, small_gemm_tile
 
 MAX_SMALL_M = 64
-WORKSPACE_FLOATS = 1 << 22
-WORKSPACE_TILES = 1 << 14
-
-
-@dataclass(frozen=True, slots=True)
-class GemmWorkspace:
-    """Partial tiles of split-K, shared by all layers. partials float32; arrivals int32, zero
-    between calls."""
-
-    partials: torch.Tensor
-    arrivals: torch.Tensor
-
-
-def new_gemm_workspace(device: torch.device) -> GemmWorkspace:
-    """Allocate the workspace: 16 MiB of partial tiles and their counters."""
-    return GemmWorkspace(
-        partials=torch.zeros(WORKSPACE_FLOATS, device=device),
-        arrivals=torch.zeros(WORKSPACE_TILES, dtype=torch.int32, device=device),
-    )
 
 
 # Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
@@ -59,7 +44,6 @@ def _small_gemm_kernel(
     scaled_ptr,
     squares_ptr,
     partial_ptr,
-    arrivals_ptr,
     num_tokens,
     num_rows,
     out_stride,
@@ -96,6 +80,10 @@ def _small_gemm_kernel(
     # Rows past the end read the last one: no mask in the loop, their results are not stored.
     safe_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
     weight_at = weight_ptr + safe_rows[:, None] * weight_stride + columns[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + safe_rows)
+    if HAS_NEXT_NORM:
+        next_norm = tl.load(next_norm_ptr + safe_rows)
     if PDL:
         gdc_launch_dependents()
         lines = tl.arange(0, PREFETCH_LINES) * (
@@ -106,53 +94,57 @@ def _small_gemm_kernel(
         if GLU:
             prefetch_l2(line_at + num_rows.to(tl.int64) * weight_stride)
         gdc_wait()
+    # What the end needs of the kernels before is asked for here: its way takes as long as some
+    # turns of the loop.
+    mask = token_mask[:, None] & row_mask[None, :]
+    long_tokens = tokens.to(tl.int64)[:, None]
+    if HAS_RESIDUAL:
+        residual_at = residual_ptr + long_tokens * residual_stride + rows[None, :]
+        residual = tl.load(residual_at, mask=mask, other=0.0)
+    if X_SQUARES > 0:
+        squares = load_squares(x_squares_ptr, x_squares_stride, num_tokens, X_SQUARES, BLOCK_M)
     up_at = weight_at + num_rows.to(tl.int64) * weight_stride
     x_at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in tl.range(k_begin, min(k_begin + SPLIT_LEN, K), BLOCK_K, num_stages=STAGES):
-        mask = k + columns < K
+        in_k = (k + columns < K)[None, :]
         if K % BLOCK_K == 0:
             w = tl.load(weight_at + k)
             x = tl.load(x_at + k, mask=token_mask[:, None], other=0.0)
         else:
-            w = tl.load(weight_at + k, mask=mask[None, :], other=0.0)
-            x = tl.load(x_at + k, mask=token_mask[:, None] & mask[None, :], other=0.0)
+            w = tl.load(weight_at + k, mask=in_k, other=0.0)
+            x = tl.load(x_at + k, mask=token_mask[:, None] & in_k, other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision=DOT_PRECISION)
         if GLU:
             if K % BLOCK_K == 0:
                 w_up = tl.load(up_at + k)
             else:
-                w_up = tl.load(up_at + k, mask=mask[None, :], other=0.0)
+                w_up = tl.load(up_at + k, mask=in_k, other=0.0)
             up_acc = tl.dot(x, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
     is_final = True
     if SPLIT_K > 1:
         acc, is_final = add_parts(
-            acc, partial_ptr, arrivals_ptr, block, tl.program_id(1), SPLIT_K, BLOCK_M, BLOCK_N
+            acc, partial_ptr, block, tl.program_id(1), SPLIT_K, BLOCK_M, BLOCK_N
         )
     if is_final:
         if X_SQUARES > 0:
-            factors = row_factors(
-                x_squares_ptr, x_squares_stride, num_tokens, eps, K, X_SQUARES, BLOCK_M
-            )[:, None]
+            factors = row_factors(squares, eps, K)[:, None]
             acc *= factors
             up_acc *= factors
         if GLU:
             acc = silu_mul_values(acc, up_acc)
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)[None, :]
-        mask = token_mask[:, None] & row_mask[None, :]
-        long_tokens = tokens.to(tl.int64)[:, None]
+            acc += bias.to(tl.float32)[None, :]
         if HAS_RESIDUAL:
-            residual_at = residual_ptr + long_tokens * residual_stride + rows[None, :]
-            acc += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
+            acc += residual.to(tl.float32)
         out_at = out_ptr + long_tokens * out_stride + rows[None, :]
         rounded = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_at, rounded, mask=mask)
         if HAS_NEXT_NORM:
             leave_scaled(
-                rounded, block, rows, mask, next_norm_ptr, scaled_ptr, scaled_stride,
-                squares_ptr, squares_stride, num_tokens, num_rows, BLOCK_M,
+                rounded, next_norm, block, rows, mask, scaled_ptr, scaled_stride,
+                squares_ptr, squares_stride, num_tokens, BLOCK_M,
             )  # fmt: skip
 
 
@@ -229,11 +221,7 @@ def small_linear(
     num_blocks = triton.cdiv(num_rows, tile.block_n)
     scaled_out = None if next_norm is None else next_norm.input_of(num_blocks)
     split_k = tile.split_k
-    if split_k > 1 and (
-        glu
-        or num_blocks > WORKSPACE_TILES
-        or num_blocks * split_k * block_m * tile.block_n > WORKSPACE_FLOATS
-    ):
+    if glu or not workspace.holds(num_blocks, split_k, block_m * tile.block_n):
         split_k = 1
     _small_gemm_kernel[(num_blocks, split_k)](
         out,
@@ -246,7 +234,6 @@ def small_linear(
         next_norm.scaled if next_norm is not None else out,
         next_norm.squares if next_norm is not None else workspace.partials,
         workspace.partials,
-        workspace.arrivals,
         num_tokens,
         num_rows,
         out.stride(0),

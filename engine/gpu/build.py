@@ -23,7 +23,7 @@ from engine.loader import LoadedModel, ProgressCallback, load_dummy, load_model,
 from engine.model.spec import ModelSpec
 from engine.plan import RunnerInfo
 from kernels.sampling_tables import MAX_STOP_IDS
-from kernels.small_gemm import new_gemm_workspace
+from kernels.split_k import new_gemm_workspace
 
 _BLOCK_SIZE = 64
 _MAX_NUM_SEQS = 256

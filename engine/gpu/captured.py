@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +50,7 @@ class CapturedStep(ABC):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (
+            _no_garbage_collection(),
             shared_memory_share(self.shared_percent),
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
@@ -57,3 +61,15 @@ class CapturedStep(ABC):
         """Launch on the current stream; the slot has been filled."""
         assert self._graph is not None, "replay before capture"
         self._graph.replay()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph that is freed while another one is captured spoils the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -23,9 +23,9 @@ from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
 from kernels.activation import silu_mul
 from kernels.decode_plan import plan_decode
-from kernels.decode_rope import NewTokens
 from kernels.deferred_norm import NextNorm, ScaledInput
 from kernels.embedding import embed
+from kernels.new_tokens import NewTokens
 from kernels.norm import rms_norm
 from kernels.paged_decode import paged_decode
 from kernels.prefill import prefill_attention

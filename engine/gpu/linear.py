@@ -9,7 +9,8 @@ import torch
 from kernels.deferred_norm import NextNorm, ScaledInput
 from kernels.fixed_gemm import fixed_linear
 from kernels.fixed_tiles import has_glu_tile
-from kernels.small_gemm import GemmWorkspace, small_linear
+from kernels.small_gemm import small_linear
+from kernels.split_k import GemmWorkspace
 from kernels.tiles import WIDE_HIDDEN
 
 MAX_FUSED_ROWS = 64

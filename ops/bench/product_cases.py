@@ -12,7 +12,8 @@ from torch.nn.functional import linear
 from kernels.activation import silu_mul
 from kernels.deferred_norm import NextNorm, ScaledInput, new_squares
 from kernels.fixed_gemm import fixed_linear
-from kernels.small_gemm import new_gemm_workspace, small_linear
+from kernels.small_gemm import small_linear
+from kernels.split_k import new_gemm_workspace
 from ops.bench.kernel_inputs import DEVICE, DTYPE, QWEN3_8B, ModelShape, random
 from ops.bench.kernel_timing import Row, make_row, num_sets, time_calls
 

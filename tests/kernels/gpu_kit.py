@@ -29,7 +29,7 @@ from engine.gpu.runner import GpuRunner
 from engine.loader import load_dummy
 from engine.plan import RunnerInfo
 from engine.scheduler import Scheduler
-from kernels.small_gemm import new_gemm_workspace
+from kernels.split_k import new_gemm_workspace
 from tests.kernels.util import DEVICE, IS_NATIVE
 
 LIMITS = StepLimits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=128, block_size=16)

@@ -7,7 +7,7 @@ import torch
 
 from kernels.decode_partials import new_decode_workspace
 from kernels.decode_plan import new_decode_plan, plan_decode
-from kernels.decode_rope import NewTokens
+from kernels.new_tokens import NewTokens
 from kernels.paged_decode import paged_decode
 from kernels.rope import rope_kv_write, rope_tables
 from kernels.tiles import DecodeTile

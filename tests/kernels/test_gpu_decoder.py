@@ -25,7 +25,7 @@ from engine.gpu.staging import StepSlots
 from engine.loader import load_model
 from engine.plan import NewRow, StepPlan
 from kernels import small_gemm
-from kernels.small_gemm import new_gemm_workspace
+from kernels.split_k import new_gemm_workspace
 from tests.kernels import util
 
 DEVICE = torch.device(util.DEVICE)

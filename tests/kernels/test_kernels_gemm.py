@@ -21,7 +21,8 @@ from kernels.fixed_tiles import (
     m_bucket,
     read_table,
 )
-from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_ref
+from kernels.small_gemm import small_linear, small_linear_ref
+from kernels.split_k import EMPTY, new_gemm_workspace
 from kernels.tiles import SmallGemmTile
 from tests.kernels.util import DEVICE, DTYPES, IS_NATIVE, TOLERANCE, poisoned, randn, relative_error
 
@@ -59,12 +60,11 @@ def test_small_linear_matches_float64(dtype, fusion, m, n, k) -> None:
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("split_k", [2, 3])
-def test_split_k_adds_every_part_once_and_leaves_the_counters_at_zero(fusion, split_k) -> None:
+@pytest.mark.parametrize("split_k", [2, 3, 4, 5])
+def test_split_k_adds_every_part_once_and_leaves_the_workspace_empty(fusion, split_k) -> None:
     dtype = DTYPES[-1]
     x, weight, options = arguments(5, 70, 352, fusion, dtype)
     workspace = new_gemm_workspace(torch.device(DEVICE))
-    workspace.partials.fill_(float("nan"))
     tile = SmallGemmTile(32, 64, split_k, 4, 2)
     for _ in range(2):
         out = poisoned(5, 70, dtype=dtype)
@@ -72,7 +72,20 @@ def test_split_k_adds_every_part_once_and_leaves_the_counters_at_zero(fusion, sp
         small_linear(out, x, weight, workspace, **options, norm_scratch=scratch, tile=tile)
         expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
         assert relative_error(out, expected) < TOLERANCE[dtype]
-        assert not workspace.arrivals.any()
+        assert (workspace.partials == EMPTY).all()
+
+
+@pytest.mark.timeout(60)
+def test_a_part_that_is_no_number_arrives_as_any_other() -> None:
+    """Whatever its bits: those of EMPTY would be waited for without end."""
+    x, weight, _ = arguments(3, 40, 256, "plain", torch.float32)
+    x.view(torch.int32)[1, :128] = EMPTY
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    out = poisoned(3, 40)
+    small_linear(out, x, weight, workspace, tile=SmallGemmTile(16, 64, 2, 4, 2))
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+    assert (workspace.partials == EMPTY).all()
 
 
 def test_small_linear_may_write_over_its_residual() -> None:
@@ -160,13 +173,12 @@ def test_fixed_linear_has_the_same_bits_by_every_way_of_its_tiles(splits) -> Non
     x, weight, options = arguments(70, 96, 328, "bias+residual", dtype)
     expected = fixed_linear_ref(x, weight, **options, dtype=torch.float64)
     workspace = new_gemm_workspace(torch.device(DEVICE))
-    workspace.partials.fill_(float("nan"))
     outputs = {}
     for name, tile in TILES.items():
         out = outputs[name] = poisoned(70, 96, dtype=dtype)
         fixed_linear(out, x, weight, **options, workspace=workspace, tile=tile, splits=splits)
         assert relative_error(out, expected) < TOLERANCE[dtype], name
-        assert not workspace.arrivals.any(), name
+        assert (workspace.partials == EMPTY).all(), name
     assert all(torch.equal(out, outputs["plain"]) for out in outputs.values())
     out = poisoned(70, 96, dtype=dtype)  # no workspace: one part after the other
     fixed_linear(out, x, weight, **options, tile=TILES["parallel"], splits=splits)
@@ -223,7 +235,8 @@ def test_an_activation_has_the_same_bits_by_every_way_of_its_tiles(splits) -> No
         fixed_linear(out, x, weight, **options, workspace=workspace, tile=tile, splits=splits)
         assert relative_error(out, expected) < TOLERANCE[dtype], name
     assert all(torch.equal(out, outputs["plain"]) for out in outputs.values())
-    assert not workspace.partials.any(), "a tile of two sums has no room for its partial sums"
+    is_left = "a tile of two sums has no room for its partial sums"
+    assert (workspace.partials == EMPTY).all(), is_left
 
 
 def test_an_activation_is_rounded_once() -> None:

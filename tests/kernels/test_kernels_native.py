@@ -12,7 +12,8 @@ from kernels.fixed_gemm import fixed_linear, fixed_linear_ref
 from kernels.fixed_tiles import FixedGemmTile
 from kernels.paged_decode import paged_decode, paged_decode_ref
 from kernels.prefill import prefill_attention, prefill_attention_ref
-from kernels.small_gemm import new_gemm_workspace, small_linear, small_linear_ref
+from kernels.small_gemm import small_linear, small_linear_ref
+from kernels.split_k import new_gemm_workspace
 from kernels.tiles import decode_tile
 from tests.kernels.test_kernels_paged_decode import ints, make_cache
 from tests.kernels.util import DEVICE, IS_NATIVE, poisoned, randn, relative_error

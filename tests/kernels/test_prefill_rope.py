@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.decode_rope import NewTokens
+from kernels.new_tokens import NewTokens
 from kernels.prefill import prefill_attention, prefill_attention_ref
 from kernels.rope import rope_kv_write, rope_ref, rope_tables
 from kernels.tiles import PrefillTile

@@ -1,8 +1,7 @@
-"""New tokens inside of attention: queries turned when they are loaded; a decode row's key turned
-and kept with its value, and its own share of the softmax.
+"""What attention turns new tokens with, and queries of prompts turned when they are loaded (of
+decode rows: `kernels.decode_new_token`).
 
-Of decode rows that saves a launch in every layer, of prompts writing queries and reading them
-again. Rotation and norm are those of `kernels.rope`.
+That saves writing queries and reading them again. Rotation and norm are those of `kernels.rope`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-
-from kernels.rope import finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,57 +103,3 @@ def load_turned_queries(
             heads_at, mask, dims, cos_at, sin_at, norm_ptr, eps, D, HAS_NORM
         ).to(dtype)  # fmt: skip
     return turned
-
-
-@triton.jit
-def begin_with_new_token(
-    q,
-    qkv_at,
-    k_ptr,
-    v_ptr,
-    table_at,
-    kv_head,
-    position,
-    is_here,
-    cos_ptr,
-    sin_ptr,
-    k_norm_ptr,
-    eps,
-    scale_log2,
-    stride_block,
-    stride_token,
-    dims,
-    NUM_Q: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    MAX_FINITE: tl.constexpr,
-):
-    """Where is_here: keep the token's key and value in the cache, and return the softmax over it
-    alone: maximum [heads], sum [heads], weighted values [D, heads]. Elsewhere: nothing yet.
-
-    q [heads, D]: turned. qkv_at: the token's packed heads.
-    """
-    dim_mask = (dims < D) & is_here
-    row_dims = tl.arange(0, BLOCK_D)
-    row_mask = (row_dims < D) & is_here
-    k_at = qkv_at + (NUM_Q + kv_head) * D + tl.zeros([1, 1], tl.int32)
-    angle = position.to(tl.int64) * (D // 2)
-    k = load_turned(
-        k_at, dim_mask[None, :], dims, cos_ptr + angle, sin_ptr + angle, k_norm_ptr, eps,
-        D, HAS_NORM,
-    ).to(q.dtype)  # fmt: skip
-    v_at = qkv_at + (NUM_Q + NUM_KV + kv_head) * D
-    v = finite(tl.load(v_at + row_dims, mask=row_mask, other=0.0).to(tl.float32), MAX_FINITE)
-    block_id = tl.load(table_at + position // BLOCK_SIZE, mask=is_here, other=0).to(tl.int64)
-    to = block_id * stride_block + (position % BLOCK_SIZE) * stride_token + kv_head * D
-    tl.store(k_ptr + to + dims[None, :], k, mask=dim_mask[None, :])
-    tl.store(v_ptr + to + row_dims, v.to(q.dtype), mask=row_mask)
-    s = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2
-    m = tl.where(is_here, s, -1e30)
-    l = tl.zeros([BLOCK_H], tl.float32) + is_here.to(tl.float32)
-    acc = tl.zeros([BLOCK_D, BLOCK_H], tl.float32) + v[:, None]
-    return m, l, acc

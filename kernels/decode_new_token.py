@@ -1,0 +1,77 @@
+"""A decode row's new token inside of decode attention: its query turned, its key turned and kept
+with its value, and its share of the softmax. Saves a launch in every layer.
+
+Rotation and norm are those of `kernels.rope`. What does not come from the kernel before, angles
+and norms, is loaded apart from what does, so that it is there when the wait is over; and the token
+comes last into the softmax, so that the loop over the cache waits for its query alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, position, dims, is_live, D: tl.constexpr):
+    """What turns the heads of a position: cos and signed sin float32 [BLOCK_D]. A number is turned
+    by its partner, half a head away: x * cos + partner * sin."""
+    HALF: tl.constexpr = D // 2
+    at = position.to(tl.int64) * HALF + tl.where(dims < HALF, dims, dims - HALF)
+    mask = (dims < D) & is_live
+    cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
+    return cos, tl.where(dims < HALF, -sin, sin)
+
+
+@triton.jit
+def load_norm(norm_ptr, dims, D: tl.constexpr):
+    """A norm's weights, and those of the partners, float32 [BLOCK_D]."""
+    HALF: tl.constexpr = D // 2
+    mask = dims < D
+    partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    weight = tl.load(norm_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+    return weight, tl.load(norm_ptr + partners, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_heads(heads_at, mask, dims, D: tl.constexpr):
+    """Raw heads [H, BLOCK_D] at pointers heads_at [H, 1], and their partners."""
+    HALF: tl.constexpr = D // 2
+    partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    x = tl.load(heads_at + dims[None, :], mask=mask, other=0.0)
+    return x, tl.load(heads_at + partners[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def turn(
+    x, partner, cos, sin, weight, partner_weight, eps, D: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Heads as `load_heads` gives them, normed and turned, in their dtype."""
+    x32 = x.to(tl.float32)
+    partner32 = partner.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / D + eps)[:, None]
+        x32 = x32 * scale * weight[None, :]
+        partner32 = partner32 * scale * partner_weight[None, :]
+    return (x32 * cos[None, :] + partner32 * sin[None, :]).to(x.dtype)
+
+
+@triton.jit
+def keep_new_token(k_ptr, v_ptr, to, k, v, dims, is_here, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where is_here: write a key [1, BLOCK_D] and a value [BLOCK_D] to the cache, at offset to."""
+    row_dims = tl.arange(0, BLOCK_D)
+    tl.store(k_ptr + to + dims[None, :], k, mask=((dims < D) & is_here)[None, :])
+    tl.store(v_ptr + to + row_dims, v, mask=(row_dims < D) & is_here)
+
+
+@triton.jit
+def add_new_token(m, l, acc, q, k, v, is_here, scale_log2):
+    """Where is_here: add a token to the softmax in base 2: maximum m, finite, and sum l [heads],
+    weighted values acc [D, heads]. q [heads, D] and k [1, D]: turned; v [D]."""
+    s = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2
+    m_new = tl.where(is_here, tl.maximum(m, s), m)
+    alpha = tl.exp2(m - m_new)
+    p = tl.where(is_here, tl.exp2(s - m_new), 0.0)
+    acc = acc * alpha[None, :] + v.to(tl.float32)[:, None] * p[None, :]
+    return m_new, l * alpha + p, acc
