@@ -102,7 +102,7 @@ def base_variant(spec: ModelSpec, size: int, dtype: torch.dtype = torch.bfloat16
         for n, k in product_shapes(spec).values():
             products[n, k] = small_gemm_tile(size, n, k, dtype.itemsize)
     return Variant(
-        decode_tile(spec.head_dim, dtype, size),
+        decode_tile(spec.head_dim, dtype, size, hidden_size=spec.hidden_size),
         shared_percent(size, spec.hidden_size, spec.head_dim),
         products,
     )

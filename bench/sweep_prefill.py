@@ -23,7 +23,9 @@ TILES = [
     PrefillTile(128, 64, 8, 2, tma=True),
     PrefillTile(128, 64, 8, 3, tma=True),
     PrefillTile(128, 64, 8, 4, tma=True),
+    PrefillTile(64, 64, 4, 2, tma=True),
     PrefillTile(64, 64, 4, 3, tma=True),
+    PrefillTile(128, 32, 4, 3, tma=True),
     PrefillTile(256, 64, 8, 3, tma=True),
 ]
 

@@ -77,21 +77,33 @@ def add_parts(
 @triton.jit
 def _add_arrived(total, at, SIZE: tl.constexpr, COUNT: tl.constexpr):
     """total and COUNT tiles, one to three, SIZE numbers apart, in order, once all of them are
-    there; leaves their places empty."""
+    there; leaves their places empty.
+
+    A loop for each count: Triton 3.6 fails to compile one that carries a value twice.
+    """
+    empty = tl.full(total.shape, _EMPTY, tl.int32)
     a = tl.load(at, volatile=True)
-    b = tl.load(at + SIZE, volatile=True) if COUNT > 1 else a
-    c = tl.load(at + 2 * SIZE, volatile=True) if COUNT > 2 else b
+    if COUNT == 1:
+        while tl.max((a == _EMPTY).to(tl.int32)) == 1:
+            a = tl.load(at, volatile=True)
+        tl.store(at, empty)
+        return total + a.to(tl.float32, bitcast=True)
+    b = tl.load(at + SIZE, volatile=True)
+    if COUNT == 2:
+        while tl.max(((a == _EMPTY) | (b == _EMPTY)).to(tl.int32)) == 1:
+            a = tl.load(at, volatile=True)
+            b = tl.load(at + SIZE, volatile=True)
+        tl.store(at, empty)
+        tl.store(at + SIZE, empty)
+        return total + a.to(tl.float32, bitcast=True) + b.to(tl.float32, bitcast=True)
+    c = tl.load(at + 2 * SIZE, volatile=True)
     while tl.max(((a == _EMPTY) | (b == _EMPTY) | (c == _EMPTY)).to(tl.int32)) == 1:
         a = tl.load(at, volatile=True)
-        b = tl.load(at + SIZE, volatile=True) if COUNT > 1 else a
-        c = tl.load(at + 2 * SIZE, volatile=True) if COUNT > 2 else b
-    empty = tl.full(a.shape, _EMPTY, tl.int32)
+        b = tl.load(at + SIZE, volatile=True)
+        c = tl.load(at + 2 * SIZE, volatile=True)
     tl.store(at, empty)
+    tl.store(at + SIZE, empty)
+    tl.store(at + 2 * SIZE, empty)
     total += a.to(tl.float32, bitcast=True)
-    if COUNT > 1:
-        tl.store(at + SIZE, empty)
-        total += b.to(tl.float32, bitcast=True)
-    if COUNT > 2:
-        tl.store(at + 2 * SIZE, empty)
-        total += c.to(tl.float32, bitcast=True)
-    return total
+    total += b.to(tl.float32, bitcast=True)
+    return total + c.to(tl.float32, bitcast=True)

@@ -43,7 +43,7 @@ def new_attention_plans(
     num_sms = num_processors(device)
     workspace = None
     by_rows = []
-    for most, tile in decode_tiles(spec.head_dim, dtype, same_bits):
+    for most, tile in decode_tiles(spec.head_dim, dtype, same_bits, spec.hidden_size):
         plans: dict[int, tuple[DecodePlan, DecodeWorkspace]] = {}
         for window in sorted(set(spec.windows)):
             plan = new_decode_plan(
