@@ -131,13 +131,16 @@ def _tiles_in_order(
 
 
 @triton.jit
-def _even_cost(begins, ends, tiles, per_item, num_kv_heads, num_programs, max_slots):
-    """Tiles that the busiest program works on, with tolls for items and partial results, at
-    per_item tiles an item. Full items are dealt out first, each row's last one after them."""
-    items = _items_of(begins, ends, tiles, per_item)
+def _even_costs(begins, ends, tiles, per_item, num_kv_heads, num_programs, max_slots):
+    """Tiles that the busiest program works on, with tolls for items and partial results, for each
+    number of tiles an item in per_item [CHOICES]. Full items are dealt out first, each row's last
+    one after them."""
+    begins, ends, tiles = begins[:, None], ends[:, None], tiles[:, None]
+    items = _items_of(begins, ends, tiles, per_item[None, :])
     full = tl.sum(tl.maximum(items - 1, 0), axis=0) * num_kv_heads
     lasts = tl.sum((items > 0).to(tl.int32), axis=0) * num_kv_heads
-    last = tl.max(tl.where(items > 0, ends - tl.maximum((items - 1) * per_item, begins), 0), axis=0)
+    last_begins = tl.maximum((items - 1) * per_item[None, :], begins)
+    last = tl.max(tl.where(items > 0, ends - last_begins, 0), axis=0)
     last = tl.minimum(last, per_item)
     rounds = (full + num_programs - 1) // num_programs
     room = rounds * num_programs - full
@@ -151,17 +154,21 @@ def _even_cost(begins, ends, tiles, per_item, num_kv_heads, num_programs, max_sl
 def _tiles_evenly(
     begins, ends, tiles, num_kv_heads, num_programs, max_slots, BLOCK_B: tl.constexpr
 ):
-    """Tiles an item, the same for each row."""
+    """Tiles an item, the same for each row. All choices side by side: one after the other they take
+    longer than a launch."""
+    CHOICES: tl.constexpr = 32
     live_rows = tl.sum((tiles > 0).to(tl.int32), axis=0)
     row_rounds = (live_rows * num_kv_heads + num_programs - 1) // num_programs
-    least = (row_rounds * tl.max(tiles, axis=0)).to(tl.float32)
-    best = tl.zeros([], tl.int32) + WHOLE_ROW
-    for exponent in tl.static_range(0, 6):
-        for step in tl.static_range(4):  # 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 ...
-            per_item = step + 1 if exponent == 0 else (4 + step) << (exponent - 1)
-            cost = _even_cost(begins, ends, tiles, per_item, num_kv_heads, num_programs, max_slots)
-            best = tl.where(cost < least, per_item, best)
-            least = tl.minimum(cost, least)
+    by_row = (row_rounds * tl.max(tiles, axis=0)).to(tl.float32)
+    # 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 ... 224
+    choices = tl.arange(0, CHOICES)
+    exponents = choices // 4
+    steps = choices % 4
+    per_item = tl.where(exponents == 0, steps + 1, (4 + steps) << tl.maximum(exponents - 1, 0))
+    costs = _even_costs(begins, ends, tiles, per_item, num_kv_heads, num_programs, max_slots)
+    least = tl.min(costs, axis=0)
+    best = tl.min(tl.where(costs == least, per_item, WHOLE_ROW), axis=0)
+    best = tl.where(least < by_row, best, WHOLE_ROW)
     return tl.zeros([BLOCK_B], tl.int32) + best
 
 
@@ -270,6 +277,6 @@ def plan_decode(
         BEYOND=plan.tile.groups.beyond,
         BLOCK_B=block,
         IN_ORDER=plan.in_order,
-        num_warps=1 if block <= 64 else 4,
+        num_warps=min(max(block // 16, 1), 8),
         **pdl_options(plan.items, pdl),
     )

@@ -11,10 +11,11 @@ import torch
 
 from engine.gpu.buffers import SharedBuffers
 from engine.gpu.captured import CapturedStep
-from engine.gpu.decoder import DecodeWork, GpuDecoder
+from engine.gpu.decoder import GpuDecoder
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
 from engine.gpu.staging import IntArray, StepSlots, aligned
+from engine.gpu.work import DecodeWork
 from engine.plan import StepPlan
 from kernels.decode_plan import plan_decode
 from kernels.step_slots import DECODE_FIELDS, begin_decode

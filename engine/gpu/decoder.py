@@ -11,14 +11,14 @@ one layer in all of a model's is saved. In deterministic mode a token's way is a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from engine.gpu.activations import Activations, HeadBuffers
-from engine.gpu.attention_plans import Plans
 from engine.gpu.kv_memory import KvMemory
 from engine.gpu.linear import Linears
+from engine.gpu.work import DecodeWork, PromptWork, SampledWork
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
 from kernels.activation import silu_mul
@@ -31,45 +31,6 @@ from kernels.paged_decode import paged_decode
 from kernels.prefill import prefill_attention
 from kernels.rope import rope_kv_write, rope_tables
 from kernels.table_updates import gather_rows
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeWork:
-    """Attention over the cache for rows of one new token.
-
-    rows, seq_lens int32 [B]. plans: window -> work list, filled for these lengths.
-    """
-
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    plans: Plans
-
-
-@dataclass(frozen=True, slots=True)
-class PromptWork:
-    """Attention for prompt chunks.
-
-    begin: first packed token. rows, seq_lens int32 [R]; cu_seqlens_q int32 [R + 1] from `begin`.
-    """
-
-    begin: int
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class SampledWork:
-    """Tokens whose logits are wanted, each the last one of its row.
-
-    tokens int32 [S]: places among the packed tokens. rows, seq_lens int32 [S]. -1, -1 and at most 0
-    where there is none. plans: window -> work list for S rows, filled on the way.
-    """
-
-    tokens: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    plans: Plans
 
 
 class GpuDecoder:
@@ -101,9 +62,11 @@ class GpuDecoder:
 
     def decode(self, a: Activations, work: DecodeWork, logits: torch.Tensor) -> None:
         """One token per row: embeddings to logits float32 [B, V], for B rows of activations."""
-        self._embed(a, pdl=True)
+        x = self._embed(
+            a, pdl=True, next_norm=self._next_norm(a, self._weights.layers[0].attn_norm)
+        )
         if self.linears.is_fused(len(a.hidden)):
-            self._fused_layers(a, work, logits)
+            self._fused_layers(a, x, work, logits)
             return
         # Each of our kernels may start early, since each waits. A cuBLAS kernel among them starts
         # and ends as usual: what follows it starts when it has ended.
@@ -142,20 +105,24 @@ class GpuDecoder:
     # --- parts ---
 
     def _head(self) -> torch.Tensor:
-        head = self._weights.lm_head
-        assert isinstance(head, torch.Tensor), type(head)
-        return head
+        return _dense(self._weights.lm_head)
 
-    def _embed(self, a: Activations, pdl: bool) -> None:
-        table = self._weights.embedding
-        assert isinstance(table, torch.Tensor), type(table)
-        embed(a.hidden, table, self._token_table, a.token_rows, a.positions, pdl=pdl)
+    def _embed(
+        self, a: Activations, pdl: bool, next_norm: NextNorm | None = None
+    ) -> ScaledInput | None:
+        table = _dense(self._weights.embedding)
+        return embed(
+            a.hidden, table, self._token_table, a.token_rows, a.positions, pdl=pdl,
+            next_norm=next_norm,
+        )  # fmt: skip
 
-    def _fused_layers(self, a: Activations, work: DecodeWork, logits: torch.Tensor) -> None:
-        """Few launches, each prefetching its weights while the one before still runs."""
+    def _fused_layers(
+        self, a: Activations, x: ScaledInput | None, work: DecodeWork, logits: torch.Tensor
+    ) -> None:
+        """Few launches, each prefetching its weights while the one before still runs. x: what the
+        embedding has left of the first norm."""
         layers, final_norm = self._weights.layers, self._weights.final_norm
         next_norms = [*(layer.attn_norm for layer in layers[1:]), final_norm]
-        x = None
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             self._product_of_norm(a, a.qkv, x, _dense(layer.qkv), layer.attn_norm, layer.qkv_bias)
             self._attend_decode(index, a, work, pdl=True)
@@ -186,12 +153,15 @@ class GpuDecoder:
     def _product_before_norm(
         self, a: Activations, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor
     ) -> ScaledInput | None:
-        """hidden += x W^T; returns what it leaves of the norm behind it, where products share
-        it."""
-        next_norm = None
-        if self.linears.shares_norms(len(x), x.dtype):
-            next_norm = NextNorm(norm, a.normed, a.squares, self.spec.rms_norm_eps)
+        """hidden += x W^T; returns what it leaves of the norm behind it."""
+        next_norm = self._next_norm(a, norm)
         return self.linears.fused(a.hidden, x, weight, residual=a.hidden, next_norm=next_norm)
+
+    def _next_norm(self, a: Activations, norm: torch.Tensor) -> NextNorm | None:
+        """The norm behind what is written to hidden, where products share it."""
+        if not self.linears.shares_norms(len(a.hidden), a.hidden.dtype):
+            return None
+        return NextNorm(norm, a.normed, a.squares, self.spec.rms_norm_eps)
 
     def _plain_layer(
         self,

@@ -9,12 +9,13 @@ import torch
 
 from engine.gpu.activations import Activations
 from engine.gpu.buffers import SharedBuffers
-from engine.gpu.decoder import DecodeWork, GpuDecoder, PromptWork, SampledWork
+from engine.gpu.decoder import GpuDecoder
 from engine.gpu.memory import StepLimits
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
 from engine.gpu.staging import StepUpload
 from engine.gpu.warm_ups import padding_steps
+from engine.gpu.work import DecodeWork, PromptWork, SampledWork
 from engine.plan import StepPlan
 from kernels.decode_plan import plan_decode
 from kernels.inputs import expand_inputs

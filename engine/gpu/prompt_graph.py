@@ -13,10 +13,11 @@ import torch
 
 from engine.gpu.buffers import SharedBuffers
 from engine.gpu.captured import CapturedStep
-from engine.gpu.decoder import GpuDecoder, PromptWork, SampledWork
+from engine.gpu.decoder import GpuDecoder
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.sampling import sample_rows
 from engine.gpu.staging import IntArray, StepSlots, aligned
+from engine.gpu.work import PromptWork, SampledWork
 from engine.plan import StepPlan
 from kernels.inputs import expand_inputs
 from kernels.step_slots import fetch_inputs

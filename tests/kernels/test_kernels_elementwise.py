@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.activation import silu_mul, silu_mul_ref
+from kernels.deferred_norm import NextNorm, new_squares
 from kernels.embedding import embed, embed_ref
 from kernels.inputs import expand_inputs, expand_inputs_ref
 from kernels.norm import rms_norm, rms_norm_ref
@@ -119,6 +120,27 @@ def test_embed_gathers_through_the_token_table_and_zeroes_padding(dtype) -> None
     embed(out, weight, table, rows, positions)
     assert torch.equal(out, embed_ref(weight, table, rows, positions))
     assert not out[2].any()
+
+
+@pytest.mark.parametrize("columns", [123, 2500])
+def test_embed_leaves_what_stands_for_the_norm_behind_it(columns) -> None:
+    dtype = DTYPES[-1]
+    weight, norm = randn(50, columns, dtype=dtype), randn(columns, dtype=dtype, seed=2)
+    table = torch.randint(0, 50, (4, 9), dtype=torch.int32).to(DEVICE)
+    rows, positions = ints([2, 0, -1, 3]), ints([8, 0, 4, 5])
+    out, scaled = (poisoned(4, columns, dtype=dtype) for _ in range(2))
+    squares = new_squares(4, columns, torch.device(DEVICE)).fill_(float("nan"))
+    found = embed(
+        out, weight, table, rows, positions, next_norm=NextNorm(norm, scaled, squares, 1e-6)
+    )
+    expected = embed_ref(weight, table, rows, positions)
+    assert torch.equal(out, expected)
+    assert found is not None
+    assert found.eps == 1e-6
+    scale = torch.rsqrt(found.squares.sum(dim=1, keepdim=True) / columns + found.eps)
+    wanted = rms_norm_ref(expected, norm, 1e-6, torch.float64)
+    assert relative_error(found.scaled.double() * scale.double(), wanted) < TOLERANCE[dtype]
+    assert not found.scaled[2].any()
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [300, 1, 0, 17]])
