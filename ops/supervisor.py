@@ -35,7 +35,7 @@ log = structlog.get_logger("ops.supervisor")
 
 DRAIN_MARGIN_S = 3.0  # for the broker to say goodbye after its own drain time
 LAST_WORDS_S = 1.0  # for what a dead child wrote into its status pipe
-HURRY_S = 2.0  # for the broker to give its jobs back when it must not wait for them
+HURRY_S = 5.0  # for the broker to give its jobs back when it must not wait for them
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL of the engine and Redis
 
 

@@ -13,10 +13,12 @@ from broker.ring.records import (
     Finish,
     Kind,
     Sampling,
+    StepEvents,
     Submit,
     decode_reject,
     decode_step,
     encode_submit,
+    step_counts,
 )
 from engine.loop import EngineLoop
 
@@ -109,14 +111,19 @@ class Recorder:
 
     def _note_step(self, payload: bytes) -> None:
         self._steps.append((time.monotonic_ns(), payload))
-        step = decode_step(payload)
-        self.num_started += len(step.started_rids)
-        ended = step.finish.nonzero()[0]
-        self.num_finished += len(ended)
-        for index in ended.tolist():
-            finish = Finish(step.finish[index])
-            if finish in (Finish.ERROR, Finish.ABORTED):
-                raise RuntimeError(f"run {step.rids[index]} ended with {finish.name}")
+        num_started, num_ended = step_counts(payload)
+        self.num_started += num_started
+        self.num_finished += num_ended
+        if num_ended:
+            _check_ends(decode_step(payload))
+
+
+def _check_ends(step: StepEvents) -> None:
+    """Raises RuntimeError if a run failed."""
+    for index in step.finish.nonzero()[0].tolist():
+        finish = Finish(step.finish[index])
+        if finish in (Finish.ERROR, Finish.ABORTED):
+            raise RuntimeError(f"run {step.rids[index]} ended with {finish.name}")
 
 
 @dataclass(frozen=True, slots=True)
