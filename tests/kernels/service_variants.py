@@ -104,7 +104,7 @@ def make_runner(
 
 
 def mixes(limits: StepLimits) -> Iterator[StepPlan]:
-    """Steps of many mixes with each kind of sampling; in each the last row is new."""
+    """Steps of many mixes with each kind of sampling; in each the last rows are new."""
     steps = itertools.product(SAMPLINGS, DECODE_ROWS, CHUNKS)
     for step_id, (sampling, num_decode, chunks) in enumerate(steps):
         num_new = np.array([1] * num_decode + chunks, np.int32)
@@ -114,13 +114,17 @@ def mixes(limits: StepLimits) -> Iterator[StepPlan]:
         if num_new.sum() > limits.max_num_batched_tokens:
             continue
         ids = np.arange(1 + 31 * (step_id % 5), dtype=np.int32)
-        new = NewRow(num_rows - 1, ids, len(ids), sampling, NONE, 0)
+        num_taken = min(1 + step_id % 6, num_rows)
+        new_rows = tuple(
+            NewRow(row, ids, len(ids), sampling, NONE, 0)
+            for row in range(num_rows - num_taken, num_rows)
+        )
         # Some steps have more changes than a graph takes, in some no prompt is done.
         changes = np.arange((0, 1, num_rows + 5)[step_id % 3], dtype=np.int32)
         sample = np.ones(num_rows, np.bool_)
         sample[num_decode:] = step_id % 4 != 3
         yield StepPlan(
-            step_id, (new,), changes % num_rows, changes // num_rows, changes,
+            step_id, new_rows, changes % num_rows, changes // num_rows, changes,
             np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32), num_new,
             sample, num_decode,
         )  # fmt: skip
