@@ -40,9 +40,9 @@ async def run_job(
     return (marks[0] - begin) * 1e3, gaps.tolist()
 
 
-async def measure(endpoint: str, jobs: int, args: argparse.Namespace) -> dict[str, Any]:
-    """All jobs at once over one connection."""
-    rng = np.random.default_rng(jobs)
+async def measure(endpoint: str, jobs: int, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """All jobs at once over one connection; other prompts for another seed, which no cache has."""
+    rng = np.random.default_rng(seed)
     prompts = [rng.integers(10, 40_000, args.input_len).tolist() for _ in range(jobs)]
     async with AsyncClient(zmq=endpoint) as client:
         begin = time.perf_counter()
@@ -62,6 +62,33 @@ async def measure(endpoint: str, jobs: int, args: argparse.Namespace) -> dict[st
     }
 
 
+def num_prepared(log: Path) -> int:
+    """How often the engine has said that its idle work is done."""
+    return log.read_bytes().count(b"engine.prepared")
+
+
+def wait_prepared(log: Path, before: int, seconds: float) -> None:
+    """Wait until it says so once more than `before`, or for so long: it does not if there was
+    nothing to do."""
+    end = time.monotonic() + seconds
+    while num_prepared(log) == before and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def measure_all(endpoint: str, log: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each number of jobs, once the engine has captured what it needs for it."""
+    asyncio.run(measure(endpoint, 1, 0, args))
+    wait_prepared(log, 0, args.settle_s)
+    results = []
+    for index, jobs in enumerate(args.jobs):
+        before = num_prepared(log)
+        asyncio.run(measure(endpoint, jobs, 2 * index + 1, args))
+        wait_prepared(log, before, args.settle_s / 4)
+        results.append(asyncio.run(measure(endpoint, jobs, 2 * index + 2, args)))
+        print(results[-1], file=sys.stderr, flush=True)
+    return results
+
+
 def report(cases: list[dict[str, Any]], ready_s: float, model: str, results: ResultFile) -> None:
     """Result lines: what a client sees, per number of jobs at once."""
     name = f"{model}.worker_zmq"
@@ -79,7 +106,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--settle-s", type=float, default=20.0, help="time to capture graphs")
+    parser.add_argument("--settle-s", type=float, default=30.0, help="to wait for graphs")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--name", default="", help="what result lines call the model")
@@ -89,7 +116,9 @@ def main() -> int:
         command += ["--model", args.model, "--device", args.device]
         command += ["--redis", "none", "--zmq", "tcp://127.0.0.1:0", "--data-dir", data_dir]
         command += ["--set", "engine.max_model_len=4096"]
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        log = Path(data_dir) / "worker.log"
+        with log.open("wb") as errors:
+            worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             begin = time.perf_counter()
             assert worker.stdout is not None
@@ -97,17 +126,12 @@ def main() -> int:
                 event for event in map(json.loads, worker.stdout) if event.get("event") == "ready"
             )
             ready_s = time.perf_counter() - begin
-            results = []
-            asyncio.run(measure(ready["zmq"], 1, args))
-            time.sleep(args.settle_s)
-            for jobs in args.jobs:
-                asyncio.run(measure(ready["zmq"], jobs, args))
-                time.sleep(args.settle_s / 4)  # for graphs of sizes that came up just now
-                results.append(asyncio.run(measure(ready["zmq"], jobs, args)))
-                print(results[-1], file=sys.stderr, flush=True)
+            results = measure_all(ready["zmq"], log, args)
         finally:
             worker.terminate()
             code = worker.wait(60)
+            if code:
+                print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
     if args.out is not None:
         report(results, ready_s, args.name or Path(args.model).stem, ResultFile(args.out))
     print(json.dumps({"what": "gpu_worker", "ready_s": ready_s, "exit": code, "cases": results}))

@@ -22,7 +22,8 @@ import numpy as np
 
 from broker.ring import records
 from broker.ring.records import Kind, StepEvents
-from engine.outcome import Outcome
+from engine.idle_work import IdleWork
+from engine.outcome import Outcome, no_outcome
 from engine.plan import Runner, StepPlan
 from engine.scheduler import Scheduler
 from engine.stats import StepStats
@@ -83,6 +84,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.stats = StepStats()
         self._is_async = runner.is_async
+        self._idle_work = IdleWork(runner)
         self._on_rids: dict[int, Callable[[int], None]] = {
             Kind.ABORT: scheduler.abort,
             Kind.PAUSE: scheduler.pause,
@@ -214,7 +216,7 @@ class EngineLoop:
         now_ns = time.monotonic_ns()
         step_us = self._step_us if outcome is not None else 0
         if outcome is None:
-            outcome = _nothing(self._last_step_id)
+            outcome = no_outcome(self._last_step_id)
         self._last_step_id = outcome.step_id
         rids, token_ids, finish = outcome.rids, outcome.token_ids, outcome.finish
         if ends:
@@ -251,8 +253,8 @@ class EngineLoop:
 
     def _idle(self, source: RequestSource) -> None:
         """Block for a request; use a quiet moment for housekeeping."""
-        if self.runner.prepare():
-            return  # one piece at a time, so that a request waits for one at most
+        if self._idle_work.do_piece():
+            return
         timeout_s = max(0.0, self._stats_due_s - time.monotonic())
         if not source.wait(timeout_s) and self._was_busy:
             self._was_busy = False
@@ -285,16 +287,3 @@ def freeze_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-
-
-def _nothing(step_id: int) -> Outcome:
-    """The outcome of no step, for a record that carries only ends."""
-    return Outcome(
-        step_id=step_id,
-        rids=np.zeros(0, np.uint64),
-        token_ids=np.zeros(0, np.int32),
-        finish=np.zeros(0, np.uint8),
-        started_rids=np.zeros(0, np.uint64),
-        cached_tokens=np.zeros(0, np.int32),
-        num_tokens=0,
-    )

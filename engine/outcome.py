@@ -92,3 +92,16 @@ def _find_ends(
 
 _NO_RIDS: LongArray = np.zeros(0, np.uint64)
 _NO_IDS: IntArray = np.zeros(0, np.int32)
+
+
+def no_outcome(step_id: int) -> Outcome:
+    """The outcome of no step, for a record that carries only ends."""
+    return Outcome(
+        step_id=step_id,
+        rids=np.zeros(0, np.uint64),
+        token_ids=np.zeros(0, np.int32),
+        finish=np.zeros(0, np.uint8),
+        started_rids=np.zeros(0, np.uint64),
+        cached_tokens=np.zeros(0, np.int32),
+        num_tokens=0,
+    )

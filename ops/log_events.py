@@ -40,6 +40,7 @@ MEANINGS = {
     "engine.hung": "the engine said nothing for too long and is killed",
     "engine.link_lost": "the broker is gone; the engine keeps its weights and waits",
     "engine.lost": "the engine died with jobs inside; they run alone first, then go on",
+    "engine.prepared": "what idle moments compile and capture is done; no request waits for it",
     "engine.ready": "the model is loaded",
     "engine.refused": "a connection to the engine socket that is not taken",
     "engine.stopped": "the engine ended as it was told",

@@ -18,7 +18,8 @@ class Activations:
 
     hidden [T, H]: the residual stream. normed [T, H]; qkv [T, Q + 2K]; attended [T, Q];
     gate_up [T, 2I]; gated [T, I]. token_rows, positions, slots int32 [T]. All in the model's dtype
-    but for the last three. gate_up is written where cuBLAS runs the product before an activation.
+    but for the last three. gate_up is written where cuBLAS runs the product before an activation;
+    it has no columns where it never does.
     squares float32 [min(T, MAX_SMALL_M), tiles]: sums of hidden^2, where
     products share the norm between them; normed then has hidden times the norm's weight.
     """
@@ -40,9 +41,9 @@ class Activations:
 
 
 def new_activations(
-    spec: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device, same_bits: bool
 ) -> Activations:
-    """Allocate buffers for num_tokens packed tokens."""
+    """Allocate buffers for num_tokens packed tokens; same_bits: no product is cuBLAS's."""
 
     def matrix(columns: int) -> torch.Tensor:
         return torch.zeros(num_tokens, columns, dtype=dtype, device=device)
@@ -55,7 +56,7 @@ def new_activations(
         normed=matrix(spec.hidden_size),
         qkv=matrix(spec.qkv_size),
         attended=matrix(spec.q_size),
-        gate_up=matrix(2 * spec.intermediate_size),
+        gate_up=matrix(0 if same_bits else 2 * spec.intermediate_size),
         gated=matrix(spec.intermediate_size),
         squares=new_squares(min(num_tokens, MAX_SMALL_M), spec.hidden_size, device),
         token_rows=indices(),

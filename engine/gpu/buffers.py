@@ -35,7 +35,7 @@ def new_shared_buffers(
     """Allocate for the largest step; same_bits: a row's result is the same in every batch."""
     tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
     return SharedBuffers(
-        activations=new_activations(spec, tokens, dtype, device),
+        activations=new_activations(spec, tokens, dtype, device, same_bits),
         head=new_head_buffers(spec, limits, dtype, device),
         sampler=new_sampler_workspace(limits.max_num_seqs, spec.vocab_size, device),
         attention=new_attention_plans(spec, limits, dtype, device, same_bits),

@@ -53,6 +53,7 @@ def build_gpu_runner(config: EngineConfig, progress: ProgressCallback) -> GpuRun
         kv_cache_bytes=config.kv_cache_bytes,
         utilization=config.gpu_memory_utilization,
         num_buckets=len(SampleKind) * len(decode_sizes(limits.max_num_seqs)),
+        deterministic=config.deterministic,
         device=device,
     )
     log.info("memory.planned", **plan.in_gib())

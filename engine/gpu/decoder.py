@@ -18,6 +18,7 @@ import torch
 from engine.gpu.activations import Activations, HeadBuffers
 from engine.gpu.kv_memory import KvMemory
 from engine.gpu.linear import Linears
+from engine.gpu.step_costs import step_costs
 from engine.gpu.work import DecodeWork, PromptWork, SampledWork
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
@@ -51,6 +52,7 @@ class GpuDecoder:
         self._block_tables = block_tables
         self._token_table = token_table
         self.linears = linears
+        self.costs = step_costs(spec, _dense(weights.embedding).element_size())
         device = token_table.device
         cos, sin = rope_tables(
             spec.head_dim,

@@ -3,7 +3,12 @@
 A decode size that is still missing is captured when it comes: the steps that follow need it. A
 prompt is not kept waiting for a capture, which takes longer than launching its kernels one by one:
 it runs uncaptured, and its size comes first in the next idle moment. Where there is none, a size
-that came often is captured in its path, before launching it slowly has cost more than that.
+that came often is captured in its path, before launching it slowly has cost more than that. A
+prompt for which padding would cost more than launching runs uncaptured always.
+
+A step of few rows that has both prompt chunks and decode rows is captured like one of prompts: a
+decode row is a chunk of one token. Not in deterministic mode, where a decode row's attention is
+always the same.
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224,
 _PROMPT_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 _PROMPT_ROWS = (1, 8)
 _FEW_ROWS = 8  # decode sizes up to here come before prompts: what a quiet worker needs first
+_MIXED_CONTEXT = 2048
+"""Tokens of the longest row that decodes in a step captured like one of prompts: one program of
+prompt attention goes through all of them."""
 _PATIENCE = 24
 """Prompt steps of one size that run uncaptured before one of them pays for the capture (some 110 ms
 against 5 more of host time each)."""
@@ -54,6 +62,8 @@ class GraphCache:
         buffers: SharedBuffers,
         limits: StepLimits,
     ) -> None:
+        self._costs = decoder.costs
+        self._captures_mixed = not decoder.linears.deterministic
         num_inputs = max(
             DecodeGraph.num_host_ints(limits.max_num_seqs),
             num_host_ints(_PROMPT_TOKENS[-1], _PROMPT_ROWS[-1], limits.block_size),
@@ -101,13 +111,19 @@ class GraphCache:
         if plan.num_decode == num_rows:
             size = _round_up(self._decode_sizes, num_rows)
             return None if size is None else ("decode", size, 0, kind)
-        if plan.num_decode:
+        if plan.num_decode and not self._is_small_mix(plan):
             return None
-        tokens = _round_up(self._prompt_tokens, int(plan.num_new.sum()))
+        num_tokens = int(plan.num_new.sum())
+        tokens = _round_up(self._prompt_tokens, num_tokens)
         rows = _round_up(self._prompt_rows, num_rows)
-        if tokens is None or rows is None:
+        if tokens is None or rows is None or not self._costs.padding_pays(num_tokens, tokens):
             return None
         return ("prompt", tokens, rows, kind)
+
+    def _is_small_mix(self, plan: StepPlan) -> bool:
+        """Whether its decode rows may be chunks of one token."""
+        context = plan.num_computed[: plan.num_decode].max()
+        return self._captures_mixed and bool(context < _MIXED_CONTEXT)
 
     def _likely(self) -> Iterator[Key]:
         """Sizes worth having: those that were missed, then common ones; with filters or penalties

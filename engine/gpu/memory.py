@@ -61,10 +61,14 @@ class MemoryPlan:
         }
 
 
-def activation_bytes(spec: ModelSpec, limits: StepLimits, element_bytes: int) -> int:
-    """Bytes of the activations of the largest step, logits of every row included."""
+def activation_bytes(
+    spec: ModelSpec, limits: StepLimits, element_bytes: int, deterministic: bool
+) -> int:
+    """Bytes of the activations of the largest step, logits of every row included. In deterministic
+    mode gates and ups are in no buffer (see `engine.gpu.activations`)."""
     tokens, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-    per_token = 2 * spec.hidden_size + spec.qkv_size + spec.q_size + 3 * spec.intermediate_size
+    per_token = 2 * spec.hidden_size + spec.qkv_size + spec.q_size
+    per_token += (1 if deterministic else 3) * spec.intermediate_size
     tables = seqs * (limits.max_model_len + limits.blocks_per_seq) * 4
     return tokens * per_token * element_bytes + seqs * spec.vocab_size * 4 + tables
 
@@ -78,6 +82,7 @@ def plan_memory(
     kv_cache_bytes: int,
     utilization: float,
     num_buckets: int,
+    deterministic: bool,
     device: torch.device,
 ) -> MemoryPlan:
     """Divide the GPU's memory. Weights are allocated already.
@@ -86,7 +91,7 @@ def plan_memory(
     Raises MemoryPlanError where not even one sequence of the model's length would fit.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    activations = activation_bytes(spec, limits, element_bytes)
+    activations = activation_bytes(spec, limits, element_bytes, deterministic)
     penalties = penalty_table_bytes(limits.max_num_seqs, spec.vocab_size)
     graphs = num_buckets * _GRAPH_BYTES_PER_BUCKET
     reserved = total_bytes - int(total_bytes * utilization)

@@ -23,7 +23,7 @@ from kernels.inputs import expand_inputs
 from kernels.step_slots import fetch_inputs
 from kernels.table_updates import apply_block_changes
 
-_CACHED_BLOCKS = 64  # block table entries that prefix hits may bring along
+_CACHED_BLOCKS = 64  # block table entries that a row's prefix hit may bring along
 _ROW_FIELDS = 5
 
 Ints = TypeVar("Ints", IntArray, torch.Tensor)
@@ -126,7 +126,7 @@ class PromptGraph(CapturedStep):
 
 def max_changes(num_tokens: int, num_rows: int, block_size: int) -> int:
     """Block table entries that a captured prompt step may change."""
-    return aligned(num_tokens // block_size + num_rows + _CACHED_BLOCKS)
+    return aligned(num_tokens // block_size + num_rows * (1 + _CACHED_BLOCKS))
 
 
 def num_host_ints(num_tokens: int, num_rows: int, block_size: int) -> int:

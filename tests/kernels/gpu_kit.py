@@ -83,8 +83,10 @@ def interpret_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "_new_event", _Event)
 
 
-def make_runner(directory: Path, num_blocks: int = NUM_BLOCKS) -> GpuRunner:
-    """A deterministic float32 runner of a Llama that the interpreter is done with soon."""
+def make_runner(
+    directory: Path, num_blocks: int = NUM_BLOCKS, deterministic: bool = True
+) -> GpuRunner:
+    """A float32 runner of a Llama that the interpreter is done with soon."""
     device = torch.device(DEVICE)
     torch.manual_seed(3)
     (directory / "config.json").write_text(json.dumps(_MODEL))
@@ -94,9 +96,9 @@ def make_runner(directory: Path, num_blocks: int = NUM_BLOCKS) -> GpuRunner:
     cache = new_kv_memory(spec, num_blocks, LIMITS.block_size, torch.float32, device)
     decoder = GpuDecoder(
         spec, loaded.weights, cache, tables.block_table, tables.token_table,
-        Linears(True, new_gemm_workspace(device)),
+        Linears(deterministic, new_gemm_workspace(device)),
     )  # fmt: skip
-    buffers = new_shared_buffers(spec, LIMITS, torch.float32, device)
+    buffers = new_shared_buffers(spec, LIMITS, torch.float32, device, same_bits=deterministic)
     info = RunnerInfo(
         model="tiny",
         architecture=spec.architecture,

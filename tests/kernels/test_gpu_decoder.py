@@ -61,9 +61,11 @@ class Fixture:
             self.spec, loaded.weights, cache, self.tables.block_table, self.tables.token_table,
             Linears(deterministic, new_gemm_workspace(DEVICE), fused_rows),
         )  # fmt: skip
-        self.buffers: SharedBuffers = new_shared_buffers(self.spec, LIMITS, torch.float32, DEVICE)
+        self.buffers: SharedBuffers = new_shared_buffers(
+            self.spec, LIMITS, torch.float32, DEVICE, same_bits=deterministic
+        )
         self.packed = PackedSteps(self.decoder, self.tables, self.buffers, LIMITS)
-        self.slots = StepSlots(512, LIMITS.max_num_seqs, DEVICE)
+        self.slots = StepSlots(2048, LIMITS.max_num_seqs, DEVICE)
 
     def run_captured(self, graph: DecodeGraph | PromptGraph, plan: StepPlan) -> None:
         """What replaying the graph does, launched kernel by kernel."""
@@ -176,7 +178,7 @@ def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path
         [NewRow(3, a, 21, Sampling(), NONE, 0), NewRow(1, b, 9, Sampling(), NONE, 0)]
     )
     graph = PromptGraph(48, 4, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size, f.slots)
-    graph.run(StepSlots(512, LIMITS.max_num_seqs, DEVICE))  # inputs of -1: touches nothing
+    graph.run(StepSlots(2048, LIMITS.max_num_seqs, DEVICE))  # inputs of -1: touches nothing
     blocks = [(3, 0, 7), (3, 1, 2), (1, 0, 4)]
     f.run_captured(graph, _plan(1, blocks, [3, 1], [0, 0], [21, 9], sample=True))
     logits = f.buffers.head.logits[:2].cpu()

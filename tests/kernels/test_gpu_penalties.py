@@ -182,15 +182,17 @@ def test_the_tables_are_in_the_memory_plan_and_refused_with_numbers(
     spec, free_bytes = runner._packed._decoder.spec, 2 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, free_bytes))
 
-    def planned(limits: StepLimits, kv_cache_bytes: int = 0):
+    def planned(limits: StepLimits, kv_cache_bytes: int = 0, deterministic: bool = False):
         return plan_memory(
             spec, limits, element_bytes=2, weight_bytes=0, kv_cache_bytes=kv_cache_bytes,
-            utilization=1.0, num_buckets=0, device=torch.device("cpu"),
+            utilization=1.0, num_buckets=0, deterministic=deterministic, device=torch.device("cpu"),
         )  # fmt: skip
 
     plan = planned(LIMITS)
     assert plan.penalty_bytes == penalty_table_bytes(LIMITS.max_num_seqs, spec.vocab_size)
     assert "penalties_gib" in plan.in_gib()
+    saved = plan.activation_bytes - planned(LIMITS, deterministic=True).activation_bytes
+    assert saved == 2 * spec.intermediate_size * LIMITS.max_num_batched_tokens * 2
     rows = (free_bytes - (800 << 20)) // (4 * spec.vocab_size)
     with pytest.raises(MemoryPlanError) as caught:
         planned(StepLimits(rows, 64, 128, 16))

@@ -9,8 +9,9 @@ import torch
 
 from broker.ring.records import Sampling
 from engine.gpu import decoder as decoder_module
+from engine.gpu.prompt_graph import PromptGraph
 from engine.plan import NewRow, StepPlan
-from tests.kernels.test_gpu_decoder import FAMILIES, NONE, PLAIN, Fixture
+from tests.kernels.test_gpu_decoder import FAMILIES, LIMITS, NONE, PLAIN, Fixture
 
 ATOL = 1e-4
 
@@ -61,5 +62,33 @@ def test_a_mixed_step_turns_every_query_once_and_gives_the_reference_logits(
     logits = step(f, [(1, 2, 14)], [0, 3, 1], [7, 21, 33], [1, 1, 1], 3)
     # The last layer's keys and values are kept apart.
     assert ropes == [True] * f.spec.num_layers if turns_before else [False]
+    for row_logits, ids in zip(logits, grown, strict=True):
+        torch.testing.assert_close(row_logits, f.expected(ids), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_captured_mixed_step_takes_decode_rows_as_chunks_of_one_token(
+    tmp_path, family: str
+) -> None:
+    """The prompts' captured step, with padding; then a decode step reads what it has kept."""
+    f = Fixture(tmp_path, FAMILIES[family])
+    rng = np.random.default_rng(8)
+    a, b = (rng.integers(0, 131, n).astype(np.int32) for n in (21, 26))
+    for row, ids in ((3, a), (1, b)):
+        f.tables.take_over([NewRow(row, ids, len(ids), Sampling(), NONE, 0)])
+    step(f, [(3, 0, 5), (3, 1, 9)], [3], [0], [20], 0)
+    f.tables.token_table[3, 20] = int(a[20])  # sampled over
+    graph = PromptGraph(48, 4, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size, f.slots)
+    plan = StepPlan(
+        2, (), *(np.array(column, np.int32) for column in ([1, 1], [0, 1], [4, 7])),
+        *(np.array(column, np.int32) for column in ([3, 1], [20, 0], [1, 26])),
+        np.ones(2, np.bool_), 1,
+    )  # fmt: skip
+    f.run_captured(graph, plan)
+    logits = f.buffers.head.logits[:2].cpu()
+    for row_logits, ids in zip(logits, (a, b), strict=True):
+        torch.testing.assert_close(row_logits, f.expected(ids), rtol=0, atol=ATOL)
+    grown = [np.append(ids, int(z.argmax())) for ids, z in zip((a, b), logits, strict=True)]
+    logits = step(f, [], [3, 1], [21, 26], [1, 1], 2)
     for row_logits, ids in zip(logits, grown, strict=True):
         torch.testing.assert_close(row_logits, f.expected(ids), rtol=0, atol=ATOL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,13 @@ import torch
 from engine.gpu import graph_cache
 from engine.gpu.graph_cache import GraphCache
 from engine.gpu.memory import StepLimits
+from engine.gpu.step_costs import StepCosts
 from engine.plan import StepPlan
 from kernels.sampling_tables import new_sampling_tables
 
 LIMITS = StepLimits(64, 4096, 4096, 64)
+SMALL = StepCosts(weight_bytes=900_000_000, flops_per_token=900_000_000, num_launches=250)
+LARGE = StepCosts(weight_bytes=15_000_000_000, flops_per_token=15_000_000_000, num_launches=324)
 NONE = np.zeros(0, np.int32)
 
 
@@ -42,15 +47,18 @@ def captured(monkeypatch) -> list[tuple]:
     return keys
 
 
-def make_cache() -> GraphCache:
-    return GraphCache(None, Tables(), None, LIMITS)  # type: ignore[arg-type]
+def make_cache(costs: StepCosts = SMALL, deterministic: bool = False) -> GraphCache:
+    decoder = SimpleNamespace(costs=costs, linears=SimpleNamespace(deterministic=deterministic))
+    return GraphCache(decoder, Tables(), None, LIMITS)  # type: ignore[arg-type]
 
 
-def plan_of(num_decode: int, *chunks: int) -> StepPlan:
+def plan_of(num_decode: int, *chunks: int, computed: list[int] | None = None) -> StepPlan:
     num_new = np.array([1] * num_decode + list(chunks), np.int32)
     rows = np.arange(len(num_new), dtype=np.int32)
+    num_computed = np.zeros_like(rows)
+    num_computed[:num_decode] = computed or 0
     return StepPlan(
-        1, (), NONE, NONE, NONE, rows, np.zeros_like(rows), num_new,
+        1, (), NONE, NONE, NONE, rows, num_computed, num_new,
         np.ones(len(rows), np.bool_), num_decode,
     )  # fmt: skip
 
@@ -102,10 +110,43 @@ def test_after_one_request_with_filters_idle_moments_capture_those_too(captured)
     assert ("prompt", 1024, 1, True) in captured
 
 
-def test_a_mixed_step_and_a_long_prompt_have_no_graph(captured) -> None:
+def test_a_mixed_step_of_few_rows_is_captured_like_one_of_prompts(captured) -> None:
+    """Each decode row as a chunk of one token: padding for eight rows."""
     cache = make_cache()
-    assert cache.find(plan_of(1, 30), False) is None
-    assert cache.find(plan_of(0, 4000), False) is None
+    assert cache.find(plan_of(3, 40, 20), False) is None
+    assert captured == []
+    assert cache.capture_one()
+    assert captured == [("prompt", 64, 8, False)]
+    assert cache.find(plan_of(3, 40, 20), False) is cache.find(plan_of(0, 30, 30), False)
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        ({}, plan_of(8, 30)),
+        ({}, plan_of(0, 4000)),
+        ({}, plan_of(2, 30, computed=[5, 3000])),
+        ({"deterministic": True}, plan_of(1, 30)),
+    ],
+    ids=["many rows", "long prompt", "long context", "deterministic"],
+)
+def test_other_mixed_steps_and_long_prompts_have_no_graph(captured, options, plan) -> None:
+    cache = make_cache(**options)
+    assert cache.find(plan, False) is None
     assert captured == []
     assert cache.capture_one()
     assert captured == [("decode", 1, 0, False)]
+
+
+def test_a_prompt_is_padded_only_where_that_is_quicker_than_launching(captured) -> None:
+    """A small model's step takes the host longer than the device, a large model's padding takes
+    the device longer than what the host saves."""
+    small, large = make_cache(SMALL), make_cache(LARGE)
+    for cache in (small, large):
+        while cache.capture_one():
+            pass
+    assert small.find(plan_of(0, 520), False) is not None
+    assert large.find(plan_of(0, 520), False) is None
+    assert large.find(plan_of(0, 760), False) is not None, "close to the captured size"
+    assert large.find(plan_of(0, 70), False) is not None, "bound by the bytes of the weights"
+    assert large.find(plan_of(0, 768), False) is not None
