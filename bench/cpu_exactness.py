@@ -126,7 +126,7 @@ def main() -> None:
     _, reference = our_logits(model, windows, "none")
     results = {"float32": compare(reference, reference, windows)}
     for quantization in ("auto", "packed"):
-        scheme, logits = our_logits(model, windows, quantization)  # type: ignore[arg-type]
+        scheme, logits = our_logits(model, windows, quantization)
         results[scheme] = compare(reference, logits, windows)
     if args.llama_python:
         logits = llama_logits(args.llama_python, model, windows)

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,13 +233,14 @@ def main() -> int:
     )  # fmt: skip
     cases = json.loads(args.fixture.read_text())[: args.prompts]
     failed = False
-    for check in (
+    checks: tuple[Callable[[], dict[str, Any]], ...] = (
         lambda: check_long_context(args.device, args.long),
         lambda: check_parity(config, cases, args.tokens),
         lambda: check_invariance(replace(config, deterministic=on_gpu), args.runs),
         lambda: check_invariance(config, args.runs),
         lambda: check_penalties(replace(config, deterministic=on_gpu), min(args.runs, 64)),
-    ):
+    )
+    for check in checks:
         result = check()
         torch.cuda.empty_cache()
         failed = failed or not result["holds"]

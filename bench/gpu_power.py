@@ -137,7 +137,7 @@ class CapturedCalls:
     def __init__(self, calls: Sequence[Call]) -> None:
         repeated = [*calls] * -(-LAUNCHES // len(calls))
         self.num_calls = len(repeated)
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -150,7 +150,8 @@ class CapturedCalls:
 
     def run(self, count: int, meanwhile: Callable[[], object] | None = None) -> float:
         """See `Replays`."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             begin.record()
             for _ in range(count):
@@ -159,7 +160,7 @@ class CapturedCalls:
         if meanwhile is not None:
             meanwhile()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / count / self.num_calls
+        return float(begin.elapsed_time(end)) * 1e3 / count / self.num_calls
 
 
 def steady(

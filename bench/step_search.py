@@ -154,11 +154,11 @@ def run(
 
     def report(label: str, variant: Variant, rounds: list[float]) -> None:
         what = f"step_us.{config.model_name}.b{args.rows}.{label}"
-        details = {"rounds_us": [round(us, 1) for us in rounds]}
+        details: dict[str, Any] = {"rounds_us": [round(us, 1) for us in rounds]}
         results.add(what, median(rounds), "us", **details, **variant.as_dict())
 
     def is_over() -> bool:
-        return time.monotonic() - began > args.seconds
+        return bool(time.monotonic() - began > args.seconds)
 
     best = Search(timer.measure, report, is_over).run(base, all_choices)
     print(f"best: {best.as_dict()}")

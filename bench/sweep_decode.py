@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import time
+from typing import Any
 
 from bench.offline import ready_interpreter
 from kernels.tiles import DecodeGroups, DecodeTile
@@ -62,19 +63,19 @@ def compile_part(part: int, parts: int) -> None:
 
 def sweep(
     seconds: float, names: list[str] | None = None, limit: int | None = None
-) -> list[dict[str, float | str]]:
+) -> list[dict[str, Any]]:
     """Time each tile on each case; best first within a case."""
     began = time.monotonic()
-    results: list[dict[str, float | str]] = []
+    results: list[dict[str, Any]] = []
     by_name = {case[0]: case for case in cases.DECODE_CASES}
     for case in [by_name[name] for name in names or NAMES]:
-        found = []
+        found: list[dict[str, Any]] = []
         for tile in TILES[:limit]:
             if time.monotonic() - began > seconds:
                 break
             row = cases.decode_rows(*case, tile=tile, with_baseline=False)
             found.append({"case": case[0], "us": round(row.timing.p50_us, 2), "tile": str(tile)})
-        found.sort(key=lambda r: r["us"])
+        found.sort(key=lambda record: float(record["us"]))
         results.extend(found)
     return results
 

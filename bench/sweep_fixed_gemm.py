@@ -174,8 +174,8 @@ class Sweep:
                 best.setdefault(splits, {})[m] = found[1]
                 costs[splits] = costs.get(splits, 0.0) + found[0] / base.p50_us
                 record = {"n": shape.n, "k": shape.k, "glu": shape.glu, "m": m, "splits": splits}
-                record |= {"us": round(found[0], 2), "cublas_us": round(base.p50_us, 2)}
-                print(json.dumps(record | {"tile": str(found[1])}), flush=True)
+                times = {"us": round(found[0], 2), "cublas_us": round(base.p50_us, 2)}
+                print(json.dumps(record | times | {"tile": str(found[1])}), flush=True)
         splits = min(costs, key=lambda s: costs[s])
         tiles = {str(m_bucket(m)): asdict(tile) for m, tile in best[splits].items()}
         entry = {"n": shape.n, "k": shape.k}
@@ -241,7 +241,8 @@ def main() -> None:
         compile_part(part, parts, choice)
         return
     sweep = Sweep(choice, args.seconds, args.limit)
-    plain, glu = [], []
+    plain: list[dict[str, Any]] = []
+    glu: list[dict[str, Any]] = []
     for shape in choice.shapes():
         entry = sweep.shape(shape)
         if entry is None:

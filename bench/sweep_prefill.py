@@ -47,9 +47,10 @@ def main() -> None:
                 row = cases.prefill_row([1024] * 8, shape, tile)
             except OutOfResources:
                 continue
-            record = {"case": row.name, "us": round(row.timing.p50_us, 1), "tile": str(tile)}
-            found.append(record | {"sdpa_us": round(row.baseline_us, 1)})
-        for record in sorted(found, key=lambda r: float(r["us"])):
+            us = round(row.timing.p50_us, 1)
+            record = {"case": row.name, "us": us, "tile": str(tile)}
+            found.append((us, record | {"sdpa_us": round(row.baseline_us, 1)}))
+        for _, record in sorted(found, key=lambda pair: pair[0]):
             print(json.dumps(record))
 
 
