@@ -60,7 +60,8 @@ def configure_logging(*, format_: str = "auto", level: str = "info") -> None:
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Stderr())),
+        # One write a line: several processes write to the same file or pipe.
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Stderr())),
         cache_logger_on_first_use=True,
     )
 
