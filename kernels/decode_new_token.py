@@ -14,14 +14,14 @@ import triton.language as tl
 
 @triton.jit
 def load_angles(cos_ptr, sin_ptr, position, dims, is_live, D: tl.constexpr):
-    """What turns the heads of a position: cos and signed sin float32 [BLOCK_D]. A number is turned
-    by its partner, half a head away: x * cos + partner * sin."""
+    """What turns the heads of a position: cos and signed sin float32 [1, BLOCK_D]. A number is
+    turned by its partner, half a head away: x * cos + partner * sin."""
     HALF: tl.constexpr = D // 2
     at = position.to(tl.int64) * HALF + tl.where(dims < HALF, dims, dims - HALF)
     mask = (dims < D) & is_live
     cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
-    return cos, tl.where(dims < HALF, -sin, sin)
+    return cos[None, :], tl.where(dims < HALF, -sin, sin)[None, :]
 
 
 @triton.jit
@@ -47,14 +47,15 @@ def load_heads(heads_at, mask, dims, D: tl.constexpr):
 def turn(
     x, partner, cos, sin, weight, partner_weight, eps, D: tl.constexpr, HAS_NORM: tl.constexpr
 ):
-    """Heads as `load_heads` gives them, normed and turned, in their dtype."""
+    """Heads as `load_heads` gives them, normed and turned, in their dtype. cos, sin float32
+    [1 or H, BLOCK_D]."""
     x32 = x.to(tl.float32)
     partner32 = partner.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / D + eps)[:, None]
         x32 = x32 * scale * weight[None, :]
         partner32 = partner32 * scale * partner_weight[None, :]
-    return (x32 * cos[None, :] + partner32 * sin[None, :]).to(x.dtype)
+    return (x32 * cos + partner32 * sin).to(x.dtype)
 
 
 @triton.jit

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.decode_new_token import load_heads, load_norm, turn
+
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
@@ -36,37 +38,6 @@ def new_token_arguments(q: torch.Tensor, new: NewTokens | None) -> tuple[Any, ..
 
 
 @triton.jit
-def load_turned(
-    heads_at,
-    mask,
-    dims,
-    cos_at,
-    sin_at,
-    norm_ptr,
-    eps,
-    D: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
-    """Heads [H, BLOCK_D] at pointers heads_at [H, 1], normed and turned, float32. cos_at, sin_at:
-    of the token's position, or [H, 1] where each head has its own."""
-    HALF: tl.constexpr = D // 2
-    is_low = dims < HALF
-    partners = tl.where(is_low, dims + HALF, dims - HALF)
-    angles = tl.where(is_low, dims, dims - HALF)
-    cos = tl.load(cos_at + angles[None, :], mask=(dims < D)[None, :], other=0.0)
-    sin = tl.load(sin_at + angles[None, :], mask=(dims < D)[None, :], other=0.0)
-    x = tl.load(heads_at + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    partner = tl.load(heads_at + partners[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        weight = tl.load(norm_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
-        partner_weight = tl.load(norm_ptr + partners, mask=dims < D, other=0.0).to(tl.float32)
-        x = x * scale * weight[None, :]
-        partner = partner * scale * partner_weight[None, :]
-    return x * cos + partner * tl.where(is_low[None, :], -sin, sin)
-
-
-@triton.jit
 def load_turned_queries(
     heads_at,
     lane_mask,
@@ -79,8 +50,9 @@ def load_turned_queries(
     BLOCK_D: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """`load_turned` of a block of many tokens' heads: lane_mask [H, 1]: which are there; cos_at,
-    sin_at [H, 1]: valid for the others too. Returns [H, BLOCK_D] of the heads' dtype."""
+    """Heads [H, BLOCK_D] of many tokens at pointers heads_at [H, 1], normed and turned, in their
+    dtype. lane_mask [H, 1]: which are there. cos_at, sin_at [H, 1]: of each one's position; valid
+    for the others too."""
     dtype: tl.constexpr = heads_at.dtype.element_ty
     if D == BLOCK_D:  # by halves: each number, and each angle, is loaded once
         HALF: tl.constexpr = D // 2
@@ -98,8 +70,13 @@ def load_turned_queries(
         turned_high = (high * cos + low * sin).to(dtype)
         turned = tl.join(turned_low, turned_high).permute(0, 2, 1).reshape(heads_at.shape[0], D)
     else:
-        mask = lane_mask & (dims < D)[None, :]
-        turned = load_turned(
-            heads_at, mask, dims, cos_at, sin_at, norm_ptr, eps, D, HAS_NORM
-        ).to(dtype)  # fmt: skip
+        angles = tl.where(dims < D // 2, dims, dims - D // 2)[None, :]
+        cos = tl.load(cos_at + angles, mask=(dims < D)[None, :], other=0.0)
+        sin = tl.load(sin_at + angles, mask=(dims < D)[None, :], other=0.0)
+        sin = tl.where((dims < D // 2)[None, :], -sin, sin)
+        x, partner = load_heads(heads_at, lane_mask & (dims < D)[None, :], dims, D)
+        weight, partner_weight = 0.0, 0.0
+        if HAS_NORM:
+            weight, partner_weight = load_norm(norm_ptr, dims, D)
+        turned = turn(x, partner, cos, sin, weight, partner_weight, eps, D, HAS_NORM)
     return turned

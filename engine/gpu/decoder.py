@@ -61,6 +61,13 @@ class GpuDecoder:
         )
         self._cos, self._sin = cos.to(device), sin.to(device)
         self._scale = spec.head_dim**-0.5
+        # What attention turns new tokens with; None where they are turned before it.
+        self._new_tokens = [
+            None
+            if linears.deterministic
+            else NewTokens(self._cos, self._sin, layer.q_norm, layer.k_norm, spec.rms_norm_eps)
+            for layer in weights.layers
+        ]
 
     def decode(self, a: Activations, work: DecodeWork, logits: torch.Tensor) -> None:
         """One token per row: embeddings to logits float32 [B, V], for B rows of activations."""
@@ -232,13 +239,6 @@ class GpuDecoder:
             eps=self.spec.rms_norm_eps, pdl=pdl, with_queries=self.linears.deterministic,
         )  # fmt: skip
 
-    def _new_tokens(self, index: int) -> NewTokens | None:
-        """What attention turns new tokens with; None where they are turned before it."""
-        if self.linears.deterministic:
-            return None
-        layer, eps = self._weights.layers[index], self.spec.rms_norm_eps
-        return NewTokens(self._cos, self._sin, layer.q_norm, layer.k_norm, eps)
-
     def _queries(self, a: Activations) -> torch.Tensor:
         q = a.qkv[:, : self.spec.q_size]
         return q.view(len(q), self.spec.num_heads, self.spec.head_dim)
@@ -252,7 +252,7 @@ class GpuDecoder:
             a.attended[:num_rows].view(num_rows, self.spec.num_heads, self.spec.head_dim),
             self._queries(a)[:num_rows], k_cache, v_cache, self._block_tables,
             work.rows, work.seq_lens, plan, workspace, self._scale, window=window, pdl=pdl,
-            new_tokens=self._new_tokens(index),
+            new_tokens=self._new_tokens[index],
         )  # fmt: skip
 
     def _attend_prompts(self, index: int, a: Activations, work: PromptWork) -> None:
@@ -262,7 +262,7 @@ class GpuDecoder:
             attended.view(len(attended), self.spec.num_heads, self.spec.head_dim),
             self._queries(a)[work.begin :], k_cache, v_cache, self._block_tables,
             work.rows, work.seq_lens, work.cu_seqlens_q, self._scale,
-            window=self.spec.windows[index], new_tokens=self._new_tokens(index),
+            window=self.spec.windows[index], new_tokens=self._new_tokens[index],
         )  # fmt: skip
 
 
