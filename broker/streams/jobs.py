@@ -80,8 +80,8 @@ class Job:
     attempt: int = 0
     seed: int = 0
     log: list[Chunk] = field(default_factory=list)  # in the reply stream
-    flight: Chunk | None = None  # being written
-    ids: list[int] = field(default_factory=list)  # waiting to be written
+    flight: Chunk | None = None  # being written, perhaps for the second time
+    ids: list[int] = field(default_factory=list)  # waiting to be written after it
     texts: list[str] = field(default_factory=list)
     ending: Ending | None = None
     in_doubt: bool = False  # what the reply stream holds has to be looked up first
@@ -120,8 +120,10 @@ class Job:
         return bool(self.ids or self.flight or self.ending or self.in_doubt)
 
     def launch(self) -> Chunk | None:
-        """Move what waits into `flight`; None if nothing does."""
-        if self.ids:
+        """Move what waits into `flight`; None if nothing does. What is there already was sent once
+        and stays as it is: a reader may have it, and could not use it grouped with later tokens.
+        """
+        if self.ids and self.flight is None:
             seq = self.written_seq + 1
             self.flight = Chunk(self.attempt, seq, tuple(self.ids), "".join(self.texts))
             self.ids, self.texts = [], []
@@ -131,13 +133,6 @@ class Job:
         """What was in flight is in the reply stream."""
         if self.flight is not None:
             self.log.append(self.flight)
-            self.flight = None
-
-    def turn_back(self) -> None:
-        """What was in flight is not in the reply stream; it waits again."""
-        if self.flight is not None:
-            self.ids[:0] = self.flight.ids
-            self.texts.insert(0, self.flight.text)
             self.flight = None
 
     def output_ids(self) -> list[int]:

@@ -140,10 +140,13 @@ class Outbox:
 
     def _commands_for(self, job: Job) -> list[Command]:
         keys, ending = self._state.keys, job.ending
-        job.is_ending_sent = ending is not None
         if ending is not None and ending.is_discard:
+            job.is_ending_sent = True
             return [self._discard(job, ending.dead_reason)]
         chunk = job.launch()
+        if job.ids:  # behind a chunk that is sent again: the end comes with them
+            ending = None
+        job.is_ending_sent = ending is not None
         if ending is not None and ending.fields:
             return [self._finish(job, chunk)]
         commands: list[Command] = []
@@ -267,7 +270,6 @@ class Outbox:
             await self._restore(job)
         if job.flight is not None and top == (job.attempt, job.flight.last_seq):
             job.land()
-        job.turn_back()
         job.in_doubt = False
 
     async def _restore(self, job: Job) -> None:

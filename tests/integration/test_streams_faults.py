@@ -13,6 +13,7 @@ import pytest
 from broker.messages import Drain, Drop, Refused, Released
 from broker.streams.lane import LinkLost
 from ops.bench.chaos_proxy import TcpProxy
+from tests.redis_proxy import RedisProxy
 from tests.redis_servers import RedisServer, ServerBinary
 from tests.streams_kit import Bus, Worker, open_bus, text_of, token_at, until
 from tokenbus.errors import Busy, Conflict, Unsupported
@@ -30,6 +31,14 @@ async def own_bus(redis_server: RedisServer) -> AsyncIterator[Bus]:
     """A bus on a server that the test may stop or empty."""
     async with open_bus(redis_server) as bus:
         yield bus
+
+
+@pytest.fixture
+async def own_proxy(redis_server: RedisServer) -> AsyncIterator[RedisProxy]:
+    """A network between that server and a worker."""
+    proxy = await RedisProxy(redis_server).start()
+    yield proxy
+    await proxy.close()
 
 
 async def run_some(bus: Bus, worker: Worker, num_tokens: int = 3, **fields: object) -> str:
@@ -379,6 +388,34 @@ async def test_after_flushall_running_jobs_rebuild_their_reply(own_bus: Bus) -> 
     await end(bus, a, job)
     assert a.door.counters.restored == 1
     bus.audit_queue()
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["more tokens", "the end"])
+async def test_an_entry_that_a_reader_may_have_seen_is_written_again_as_it_was(
+    goes_on: bool, own_bus: Bus, own_proxy: RedisProxy
+) -> None:
+    """Its answer was lost, and then the entry: grouped with later tokens it would overlap what the
+    reader has, and a text cannot be cut by token.
+    """
+    bus, proxy = own_bus, own_proxy
+    a = Worker(proxy.url, bus.queue, "a")
+    bus.workers.append(a)
+    await a.start()
+    job = await run_some(bus, a)
+    proxy.drop_replies = True
+    a.ledger.step(job, 2)
+    await until(lambda: bus.text(job) == text_of(5))
+    seen = bus.out(job)
+    bus.client.flushall()
+    if goes_on:
+        a.ledger.step(job, 3)
+    a.ledger.finish(job)
+    proxy.heal()
+    proxy.cut()
+    await until(lambda: bus.terminal(job))
+    assert bus.out(job)[: len(seen)] == seen
+    assert bus.text(job) == text_of(8 if goes_on else 5)
+    bus.audit(job)
 
 
 async def test_a_job_sent_again_after_flushall_goes_on_where_it_was(own_bus: Bus) -> None:
