@@ -72,8 +72,7 @@ class Dealer:
         self._unsent.append(frames)
         if len(self._unsent) == 1:
             self._flush()
-        if self._timer is None:  # the send may have taken the edge of what came
-            self._timer = self._loop.call_later(0, self._on_timer)
+        self._again(0)  # the send may have taken the edge of what came
         return True
 
     def close(self) -> None:
@@ -107,6 +106,9 @@ class Dealer:
                 return
         else:
             self._again(0)
+        # Sending overlooks a connection that came within a millisecond of the last look; receiving
+        # does not.
+        self._flush()
         if self._unsent:
             self._again(_RETRY_S)
 
@@ -119,5 +121,10 @@ class Dealer:
             self._unsent.popleft()
 
     def _again(self, delay_s: float) -> None:
-        if self._timer is None:
-            self._timer = self._loop.call_later(delay_s, self._on_timer)
+        """Take a turn so long from now, or sooner."""
+        due_s = self._loop.time() + delay_s
+        if self._timer is not None:
+            if self._timer.when() <= due_s:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due_s, self._on_timer)
