@@ -117,6 +117,7 @@ MISSPELT: dict[str, str] = {
 }
 
 
+_SCALARS = frozenset((int, float, bool, str, type(None)))
 _KNOWN = frozenset((*SAMPLING_FIELDS, *JOB_FIELDS))
 _REFUSED = frozenset((*UNSUPPORTED, *MISSPELT))
 
@@ -229,8 +230,8 @@ def request_to_map(request: JobRequest) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+    if isinstance(value, tuple | list):  # of a thousand ids, perhaps
+        return [item if type(item) in _SCALARS else _plain(item) for item in value]
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return value
