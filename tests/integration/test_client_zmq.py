@@ -8,10 +8,9 @@ import gc
 from collections.abc import AsyncIterator
 
 import pytest
-import zmq
 
 from tests.integration.fake_worker import Cuttable, FakeWorker
-from tokenbus import AsyncClient, Timeouts, TokenbusError, dealer, zmq_job
+from tokenbus import AsyncClient, Timeouts, TokenbusError, zmq_job
 from tokenbus.bodies import error_to_body
 from tokenbus.errors import (
     BusUnavailable,
@@ -28,7 +27,6 @@ from tokenbus.errors import (
     VersionMismatch,
 )
 from tokenbus.events import JobStatus
-from tokenbus.parts import receive_parts, send_parts
 from tokenbus.protocol import MessageType as T
 
 FAST = Timeouts(connect_s=5.0, answer_s=5.0, give_up_s=1.0)
@@ -87,41 +85,6 @@ async def finish(worker: FakeWorker) -> None:
     await worker.accept("j", seed=123, seq=2)
     await worker.tokens(("j", 3, [7], "c"))
     await worker.done("j", [5, 6, 7])
-
-
-def send_only_after_receiving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As libzmq does for a millisecond: only receiving takes note of a new connection."""
-    is_noted = False
-
-    def forget() -> None:
-        nonlocal is_noted
-        is_noted = False
-
-    def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-        nonlocal is_noted
-        is_noted = True
-        asyncio.get_running_loop().call_soon(forget)
-        return receive_parts(socket)
-
-    def send(socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
-        if not is_noted:
-            raise zmq.Again
-        send_parts(socket, parts)
-
-    monkeypatch.setattr(dealer, "receive_parts", receive)
-    monkeypatch.setattr(dealer, "send_parts", send)
-
-
-async def test_what_waits_for_a_connection_goes_out_as_soon_as_there_is_one(
-    worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dealer, "_RETRY_S", 60.0)
-    send_only_after_receiving(monkeypatch)
-    async with AsyncClient(zmq=worker.endpoint, timeouts=FAST) as client:
-        reading = await taken(worker, client)
-        await worker.tokens(("j", 1, [5], "a"))
-        await worker.done("j", [5])
-        assert await reading == "a"
 
 
 async def test_tokens_come_in_order_and_done_has_the_rest(
