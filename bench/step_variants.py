@@ -22,7 +22,7 @@ from bench.sweep_gemm import gemm_tiles
 from engine.gpu.attention_plans import MAX_SLOTS, AttentionPlans, Plans, num_processors
 from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.graph_cache import decode_sizes
-from engine.gpu.linear import Linears, max_fused_rows
+from engine.gpu.linear import MAX_FUSED_ROWS, Linears, max_fused_rows
 from engine.gpu.row_tables import SampleKind
 from engine.gpu.runner import GpuRunner
 from engine.loop import EngineLoop
@@ -95,10 +95,13 @@ def graph_size(rows: int) -> int:
     return next(size for size in decode_sizes(MAX_NUM_SEQS) if size >= rows)
 
 
-def base_variant(spec: ModelSpec, size: int, dtype: torch.dtype = torch.bfloat16) -> Variant:
-    """What the engine takes by itself."""
+def base_variant(
+    spec: ModelSpec, size: int, dtype: torch.dtype = torch.bfloat16, is_fused: bool = False
+) -> Variant:
+    """What the engine takes by itself; is_fused: with products that are fused with their neighbours
+    for as many rows as they can be."""
     products = {}
-    if 1 < size <= max_fused_rows(spec.hidden_size):
+    if 1 < size <= (MAX_FUSED_ROWS if is_fused else max_fused_rows(spec.hidden_size)):
         for n, k in product_shapes(spec).values():
             products[n, k] = small_gemm_tile(size, n, k, dtype.itemsize)
     return Variant(
@@ -109,12 +112,13 @@ def base_variant(spec: ModelSpec, size: int, dtype: torch.dtype = torch.bfloat16
 
 
 def product_shapes(spec: ModelSpec) -> dict[str, ProductShape]:
-    """Of one layer, in order."""
+    """Of one layer, in order, and the head's."""
     return {
         "qkv": (spec.qkv_size, spec.hidden_size),
         "o": (spec.hidden_size, spec.q_size),
         "gate_up": (spec.intermediate_size, spec.hidden_size),
         "down": (spec.hidden_size, spec.intermediate_size),
+        "head": (spec.vocab_size, spec.hidden_size),
     }
 
 
@@ -139,7 +143,8 @@ def choices(
         return found
     if not base.products:
         most = max_fused_rows(spec.hidden_size)
-        raise ValueError(f"rows {rows}: products have tiles of small_linear for 2 to {most} rows")
+        message = f"rows {rows}: products have tiles of small_linear for 2 to {most} rows"
+        raise ValueError(f"{message}, with --fused for 2 to {MAX_FUSED_ROWS}")
     for name, (n, k) in product_shapes(spec).items():
         candidates = gemm_tiles(graph_size(rows), n, k, glu=name == "gate_up")
         found.append(
@@ -228,9 +233,8 @@ class StepTimer:
         decoder, tables, buffers, block_size, slots = self._cache._parts
         tiled = copy.copy(decoder)  # the same weights and cache
         own = decoder.linears
-        tiled.linears = TiledLinears(
-            own.deterministic, own.workspace, own.fused_rows, variant.products
-        )
+        fused_rows = max(own.fused_rows, self._size) if variant.products else own.fused_rows
+        tiled.linears = TiledLinears(own.deterministic, own.workspace, fused_rows, variant.products)
         plans = self._plans(variant.attention, buffers.attention.of(self._size))
         buffers = replace(buffers, attention=AttentionPlans(((self._size, plans),)))
         graph = VariantGraph(

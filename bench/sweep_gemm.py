@@ -46,33 +46,44 @@ def gemv_tiles(n: int, k: int) -> list[GemvTile]:
     return list(dict.fromkeys(tiles))
 
 
+_FEW = ((16, 256, 2, 4), (16, 128, 4, 6), (32, 256, 4, 4), (32, 128, 4, 6), (64, 128, 4, 5))
+_MANY = ((16, 128, 4, 6), (32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 6))
+_HEAD = ((128, 64, 4, 5), (128, 128, 4, 3), (128, 64, 8, 5))
+# By descriptors, which take no registers for addresses. Each column tile reads all of x, which
+# counts beyond 16 rows: wide tiles, and more parts of K to have enough programs. Of some there are
+# two numbers of stages: with the smaller one the next kernel's programs fit beside these.
+_FEW_TMA = ((16, 256, 4, 4), (32, 128, 4, 6), (64, 128, 4, 4))
+_MANY_TMA = (
+    (32, 128, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4),
+    (128, 64, 4, 5), (128, 64, 8, 4), (128, 64, 8, 5),
+)  # fmt: skip
+"""Outputs, K, warps, stages; with two weights a tile has two thirds of the stages."""
+
+
 def gemm_tiles(m: int, n: int, k: int, glu: bool) -> list[SmallGemmTile]:
     """Candidates for m rows and n outputs of length k."""
-    if m <= 16:
-        tiles = [
-            (16, 256, 2, 4),
-            (16, 128, 4, 6),
-            (32, 256, 4, 4),
-            (32, 128, 4, 6),
-            (64, 128, 4, 5),
-        ]
-    else:
-        tiles = [(16, 128, 4, 6), (32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 6)]
+    tiles = [(*tile, False) for tile in (_FEW if m <= 16 else _MANY)]
+    if n > 16384:
+        tiles = [tile for tile in tiles if tile[0] >= 32] + [(*tile, False) for tile in _HEAD]
+    tiles += [(*tile, True) for tile in (_FEW_TMA if m <= 16 else _MANY_TMA)]
     if glu:
-        tiles = [(bn, bk, w, max(s * 2 // 3, 2)) for bn, bk, w, s in tiles]
-    elif n > 16384:
-        tiles = [t for t in tiles if t[0] >= 32] + [
-            (128, 64, 4, 5),
-            (128, 128, 4, 3),
-            (128, 64, 8, 5),
-        ]
-    splits = (1,) if glu else (1, 2, 4) if n <= 1024 else (1, 2) if n <= 6144 else (1,)
+        tiles = [(bn, bk, warps, max(-(-s * 2 // 3), 2), tma) for bn, bk, warps, s, tma in tiles]
     return [
-        SmallGemmTile(bn, bk, split, warps, stages)
-        for bn, bk, warps, stages in tiles
-        for split in splits
-        if k // split >= bk
+        SmallGemmTile(block_n, block_k, split, warps, stages, tma=tma)
+        for block_n, block_k, warps, stages, tma in tiles
+        for split in _splits(n, block_n, warps, glu)
+        if k // split >= block_k
     ]
+
+
+def _splits(n: int, block_n: int, num_warps: int, glu: bool) -> tuple[int, ...]:
+    """Parts of K: for about one program a processor, or somewhat more. The sums of wide tiles take
+    all registers of four warps, and leave none for those of other parts."""
+    if glu or n > 6144 or (block_n >= 128 and num_warps < 8):
+        return (1,)
+    if n <= 1024 or block_n >= 128:
+        return (1, 2, 4)
+    return (1, 2)
 
 
 def layer_options(shape: inputs.ModelShape, name: str, m: int) -> dict[str, object]:

@@ -10,14 +10,12 @@ this order, and writes silu(gate) * up only.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.descriptors import takes_descriptors, tiles_of
 from kernels.fixed_gemm_tile import place_tile, store_tile, sum_tile
 from kernels.fixed_tiles import (
     FEW_ROWS,
@@ -182,13 +180,13 @@ def fixed_linear(
     )
     # A loop over tiles has the next one's loads beside the stored one: no room for 4-byte outputs.
     persistent = tile.persistent and splits == 1 and out.element_size() == 2
-    tma = tile.tma and _takes_descriptors(x, weight)
+    tma = tile.tma and takes_descriptors(x, weight)
     programs = min(tiles, _num_processors(x)) if persistent else tiles
     is_memory_bound = num_tokens <= FEW_ROWS
     _fixed_gemm_kernel[(programs, splits if parallel else 1)](
         out,
-        _tiles_of(x, tile.block_m, tile.block_k) if tma else x,
-        _tiles_of(weight, tile.block_n, tile.block_k) if tma else weight,
+        tiles_of(x, tile.block_m, tile.block_k) if tma else x,
+        tiles_of(weight, tile.block_n, tile.block_k) if tma else weight,
         weight,
         bias if bias is not None else weight,
         residual if residual is not None else x,
@@ -217,19 +215,6 @@ def fixed_linear(
         DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         **pdl_options(out, pdl),
-    )
-
-
-def _tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> Any:
-    """A descriptor: loads of tiles by one instruction, with zeros beyond the edges."""
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
-
-
-def _takes_descriptors(*matrices: torch.Tensor) -> bool:
-    """Whether the hardware's rules hold: 16-byte aligned rows, a two-byte type."""
-    return all(
-        m.element_size() == 2 and m.data_ptr() % 16 == 0 and m.stride(0) * 2 % 16 == 0
-        for m in matrices
     )
 
 

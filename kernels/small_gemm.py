@@ -21,6 +21,8 @@ from kernels.deferred_norm import (
     load_squares,
     row_factors,
 )
+from kernels.descriptors import takes_descriptors, tiles_of
+from kernels.fixed_gemm_tile import sum_tile
 from kernels.gemv import gemv
 from kernels.norm import rms_norm
 from kernels.pdl import pdl_options, prefetch_l2
@@ -35,7 +37,8 @@ MAX_SMALL_M = 64
 @triton.jit(do_not_specialize=["num_tokens"])
 def _small_gemm_kernel(
     out_ptr,
-    x_ptr,
+    x,
+    weight,
     weight_ptr,
     bias_ptr,
     residual_ptr,
@@ -67,8 +70,10 @@ def _small_gemm_kernel(
     STAGES: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """x and weight: pointers, or with TMA descriptors; weight_ptr: a pointer always."""
     SPLIT_LEN: tl.constexpr = ((K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K)) * BLOCK_K
     block = tl.program_id(0)
     k_begin = tl.program_id(1) * SPLIT_LEN
@@ -86,9 +91,8 @@ def _small_gemm_kernel(
         next_norm = tl.load(next_norm_ptr + safe_rows)
     if PDL:
         gdc_launch_dependents()
-        lines = tl.arange(0, PREFETCH_LINES) * (
-            128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        )
+        LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        lines = tl.arange(0, PREFETCH_LINES) * LINE
         line_at = weight_ptr + safe_rows[:, None] * weight_stride + k_begin + lines[None, :]
         prefetch_l2(line_at)
         if GLU:
@@ -103,25 +107,32 @@ def _small_gemm_kernel(
         residual = tl.load(residual_at, mask=mask, other=0.0)
     if X_SQUARES > 0:
         squares = load_squares(x_squares_ptr, x_squares_stride, num_tokens, X_SQUARES, BLOCK_M)
-    up_at = weight_at + num_rows.to(tl.int64) * weight_stride
-    x_at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in tl.range(k_begin, min(k_begin + SPLIT_LEN, K), BLOCK_K, num_stages=STAGES):
-        in_k = (k + columns < K)[None, :]
-        if K % BLOCK_K == 0:
-            w = tl.load(weight_at + k)
-            x = tl.load(x_at + k, mask=token_mask[:, None], other=0.0)
-        else:
-            w = tl.load(weight_at + k, mask=in_k, other=0.0)
-            x = tl.load(x_at + k, mask=token_mask[:, None] & in_k, other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision=DOT_PRECISION)
-        if GLU:
+    k_end = min(k_begin + SPLIT_LEN, K)
+    if TMA:
+        acc, up_acc = sum_tile(
+            x, weight, 0, block, k_begin, k_end, num_tokens, num_rows, x_stride, weight_stride,
+            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA, GLU,
+        )  # fmt: skip
+    else:
+        up_at = weight_at + num_rows.to(tl.int64) * weight_stride
+        x_at = x + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
+            in_k = (k + columns < K)[None, :]
             if K % BLOCK_K == 0:
-                w_up = tl.load(up_at + k)
+                w = tl.load(weight_at + k)
+                a = tl.load(x_at + k, mask=token_mask[:, None], other=0.0)
             else:
-                w_up = tl.load(up_at + k, mask=in_k, other=0.0)
-            up_acc = tl.dot(x, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
+                w = tl.load(weight_at + k, mask=in_k, other=0.0)
+                a = tl.load(x_at + k, mask=token_mask[:, None] & in_k, other=0.0)
+            acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
+            if GLU:
+                if K % BLOCK_K == 0:
+                    w_up = tl.load(up_at + k)
+                else:
+                    w_up = tl.load(up_at + k, mask=in_k, other=0.0)
+                up_acc = tl.dot(a, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
     is_final = True
     if SPLIT_K > 1:
         acc, is_final = add_parts(
@@ -218,14 +229,15 @@ def small_linear(
         tile = small_gemm_tile(num_tokens, num_rows, k, x.element_size())
     # Beyond 16 rows the 64-row matrix instruction beats two or three 16-row ones.
     block_m = 16 if num_tokens <= 16 else 64
-    num_blocks = triton.cdiv(num_rows, tile.block_n)
+    num_blocks, split_k = triton.cdiv(num_rows, tile.block_n), tile.split_k
     scaled_out = None if next_norm is None else next_norm.input_of(num_blocks)
-    split_k = tile.split_k
     if glu or not workspace.holds(num_blocks, split_k, block_m * tile.block_n):
         split_k = 1
+    tma = tile.tma and takes_descriptors(x, weight)
     _small_gemm_kernel[(num_blocks, split_k)](
         out,
-        x,
+        tiles_of(x, block_m, tile.block_k) if tma else x,
+        tiles_of(weight, tile.block_n, tile.block_k) if tma else weight,
         weight,
         bias if bias is not None else weight,
         residual if residual is not None else x,
@@ -257,6 +269,7 @@ def small_linear(
         STAGES=fitting_stages(tile.num_stages, tile.stage_bytes(block_m, glu, x.element_size())),
         PREFETCH_LINES=max(tile.block_k * x.element_size() // 128, 1) * tile.prefetch_tiles,
         DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        TMA=tma,
         num_warps=tile.num_warps,
         **pdl_options(out, pdl),
     )

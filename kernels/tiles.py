@@ -189,7 +189,7 @@ def gemv_tile(n: int, k: int) -> GemvTile:
 @dataclass(frozen=True, slots=True)
 class SmallGemmTile:
     """Small-M GEMM: outputs per program, K per tile, parts of K, warps, stages, tiles asked for
-    before the wait."""
+    before the wait, and whether a tile is loaded by one instruction (of a two-byte type)."""
 
     block_n: int
     block_k: int
@@ -197,6 +197,7 @@ class SmallGemmTile:
     num_warps: int
     num_stages: int
     prefetch_tiles: int = 2
+    tma: bool = False
 
     def stage_bytes(self, block_m: int, glu: bool, element_bytes: int) -> int:
         """Bytes that one step over K reads into shared memory; glu: of two weights."""

@@ -78,10 +78,11 @@ def test_a_product_leaves_its_outputs_times_the_weight_and_their_squares(
     assert all(buffer[m:].isnan().all() for buffer in (out, scaled, squares))
 
 
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("split_k", [2, 3])
 @pytest.mark.parametrize("m", [5, 20])
-def test_the_last_part_of_k_leaves_them_once_and_the_same_in_every_run(m, split_k) -> None:
-    dtype, tile = DTYPES[-1], SmallGemmTile(32, 64, split_k, 4, 2)
+def test_the_last_part_of_k_leaves_them_once_and_the_same_in_every_run(m, split_k, tma) -> None:
+    dtype, tile = DTYPES[-1], SmallGemmTile(32, 64, split_k, 4, 2, tma=tma)
     x, weight, options = product(m, 70, 352, "residual", dtype)
     workspace = new_gemm_workspace(torch.device(DEVICE))
     producer = Producer(m, 70, dtype)
@@ -124,15 +125,16 @@ def test_two_products_around_a_norm_match_float64(dtype, fusion, m, hidden, n) -
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("split_k", [1, 2])
-def test_a_norm_in_the_end_of_a_split_product_applies_to_the_whole_sum(split_k) -> None:
+def test_a_norm_in_the_end_of_a_split_product_applies_to_the_whole_sum(split_k, tma) -> None:
     dtype, m, hidden = DTYPES[-1], 6, 200
     workspace = new_gemm_workspace(torch.device(DEVICE))
     x, weight, _ = product(m, hidden, 48, "plain", dtype)
     producer = Producer(m, hidden, dtype)
     found = producer.run(x, weight, workspace)
     _, behind, options = product(m, 70, hidden, "bias", dtype)
-    tile = SmallGemmTile(32, 64, split_k, 4, 2)
+    tile = SmallGemmTile(32, 64, split_k, 4, 2, tma=tma)
     outputs = [poisoned(m, 70) for _ in range(3)]
     for out in outputs:
         small_linear(out, found, behind, workspace, **options, tile=tile)

@@ -75,6 +75,25 @@ def test_split_k_adds_every_part_once_and_leaves_the_workspace_empty(fusion, spl
         assert (workspace.partials == EMPTY).all()
 
 
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize(("m", "split_k"), [(2, 1), (5, 2), (17, 3), (64, 1)])
+def test_small_linear_has_the_same_bits_by_descriptors(fusion, m, split_k) -> None:
+    """K of 328 is no multiple of a tile, and 70 rows of the weight are not either."""
+    dtype = torch.float16
+    x, weight, options = arguments(m, 70, 328, fusion, dtype)
+    expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    outputs = []
+    for tma in (False, True):
+        out, scratch = poisoned(m, 70, dtype=dtype), poisoned(m, 328, dtype=dtype)
+        tile = SmallGemmTile(32, 64, split_k, 4, 3, tma=tma)
+        small_linear(out, x, weight, workspace, **options, norm_scratch=scratch, tile=tile)
+        assert relative_error(out, expected) < TOLERANCE[dtype]
+        assert (workspace.partials == EMPTY).all()
+        outputs.append(out)
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.timeout(60)
 def test_a_part_that_is_no_number_arrives_as_any_other() -> None:
     """Whatever its bits: those of EMPTY would be waited for without end."""

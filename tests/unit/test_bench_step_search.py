@@ -90,12 +90,24 @@ def test_the_base_is_what_the_tables_say(spec) -> None:
 def test_each_product_is_varied_by_itself(spec) -> None:
     base, found = checked(arguments("--small-gemm"), spec)
     groups = [[label.split("=")[0] for label, _ in choice] for choice in found]
-    assert [set(group) for group in groups if group] == [{"qkv"}, {"o"}, {"gate_up"}, {"down"}]
+    names = ["qkv", "o", "gate_up", "down", "head"]
+    assert [set(group) for group in groups if group] == [{name} for name in names]
     for _, change in found[2]:
         changed = change(base)
         others = {key: tile for key, tile in changed.products.items() if key != (960, 576)}
         assert others == {k: tile for k, tile in base.products.items() if k != (960, 576)}
         assert (changed.attention, changed.share) == (base.attention, base.share)
+    assert len(set(labels(found))) == len(list(labels(found)))
+
+
+def test_fused_products_can_be_tried_where_the_engine_has_others(tmp_path) -> None:
+    wide = read_spec(write_shape("qwen3-8b", tmp_path))
+    args = ["qwen3-8b", "--rows", "64", "--small-gemm"]
+    with pytest.raises(ValueError, match="2 to 16 rows, with --fused for 2 to 64"):
+        checked(parser().parse_args(args), wide)
+    base, found = checked(parser().parse_args([*args, "--fused"]), wide)
+    assert base.products[6144, 4096] == small_gemm_tile(64, 6144, 4096)
+    assert any(label.endswith("tma") for label in labels(found))
     assert len(set(labels(found))) == len(list(labels(found)))
 
 
