@@ -165,10 +165,13 @@ async def test_sigterm_lets_running_jobs_finish_and_exits_with_code_0(tmp_path: 
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("is_held_up", [False, True], ids=["", "broker without a turn"])
 async def test_a_second_signal_gives_running_jobs_back_uncounted(
-    tmp_path: Path, redis_server: RedisServer
+    tmp_path: Path, redis_server: RedisServer, is_held_up: bool
 ) -> None:
-    """Another worker may take them at once: no lease has to run out, and no crash is counted."""
+    """Another worker may take them at once: no lease has to run out, and no crash is counted. Also
+    where the broker hears of both stops at once.
+    """
     async with (
         run_worker(tmp_path / "data", (*SLOW, "--redis", redis_server.url)) as worker,
         AsyncClient(redis=redis_server.url) as client,
@@ -176,11 +179,16 @@ async def test_a_second_signal_gives_running_jobs_back_uncounted(
         job = await client.submit("ab", max_tokens=4_000, ignore_eos=True)
         stream = client.tail(job)
         await anext(stream)
-        worker.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(20):
-            while b"worker.draining" not in worker.log_file.read_bytes():
-                await asyncio.sleep(0.01)
-        assert await worker.stop() == ExitCode.OK
+        if is_held_up:
+            os.kill(worker.pids["broker"], signal.SIGSTOP)
+        for line in (b"worker.draining", b"worker.stopping_now"):
+            worker.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(20):
+                while line not in worker.log_file.read_bytes():
+                    await asyncio.sleep(0.01)
+        if is_held_up:
+            os.kill(worker.pids["broker"], signal.SIGCONT)
+        assert await asyncio.wait_for(worker.process.wait(), 60) == ExitCode.OK
         with redis_server.client() as redis:
             facts = redis.hgetall(f"tokenbus:{{default}}:job:{job}")
         assert (facts["state"], facts["crashes"]) == ("queued", "0")
