@@ -233,8 +233,8 @@ class Supervisor(Actor):
             self._signal("broker", signal.SIGTERM)
         elif self._state is State.DRAINING:
             log.warning("worker.stopping_now", why=why)
-            # Told again, the broker gives its Redis jobs back; told a third time, it has no time. By
-            # another signal: two of a kind are one to a process that had no turn between them.
+            # Told again, the broker gives its Redis jobs back; told a third time, it has no time.
+            # By another signal: two of a kind are one to a process that had no turn between them.
             self._signal("broker", signal.SIGKILL if self._is_hurried else signal.SIGINT)
             self._is_hurried = True
             self.later(HURRY_S, lambda: self._signal("broker", signal.SIGKILL))
