@@ -23,6 +23,8 @@ from triton.runtime import driver
 
 ARCH = 90
 MAX_SHARED_BYTES = 232_448
+SM_SHARED_BYTES, BLOCK_SHARED_BYTES = 233_472, 1_024
+"""Of a processor, and what each block takes beside its own."""
 NUM_PROCESSORS = 132
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -42,9 +44,15 @@ class Compiled:
     @property
     def fits(self) -> bool:
         """Whether a processor can hold one program."""
-        return (
-            self.shared_bytes <= MAX_SHARED_BYTES and self.registers * self.num_warps * 32 <= 65_536
-        )
+        return self.shared_bytes <= MAX_SHARED_BYTES and self.per_sm > 0
+
+    @property
+    def per_sm(self) -> int:
+        """Programs that a processor holds at once."""
+        threads = self.num_warps * 32
+        by_registers = 65_536 // (-(-self.registers // 8) * 8 * threads)
+        by_shared = SM_SHARED_BYTES // (self.shared_bytes + BLOCK_SHARED_BYTES)
+        return min(by_registers, by_shared, 2_048 // threads)
 
 
 class _Utils:
