@@ -23,6 +23,9 @@ REGISTERS_PER_SM, MAX_REGISTERS = 65_536, 255
 
 _EMPTY = tl.constexpr(EMPTY)
 _NAN = tl.constexpr(0x7FC00000)
+_COPIES = tl.constexpr(32)
+"""Of each item's maximum and sum, so that every thread looks at numbers of its own. Of a tensor
+with fewer numbers than threads several hold the same one, and only one may have come after it."""
 _MOST_NUMBERS = 8192
 """Numbers of partial results that a program holds at once: 64 registers a thread of four warps."""
 
@@ -126,22 +129,24 @@ def _join(
         at = (first_slot + first + items).to(tl.int64)[:, None] * NUM_Q + first_head
         at += lanes[None, :]
         part_at = acc_ptr + at[:, :, None] * D + dims[None, None, :]
-        max_at = max_sum_ptr + at * 2
+        max_at = max_sum_ptr + at[:, :, None] * 2 + tl.zeros([1, 1, _COPIES], tl.int64)
+        is_item = here[:, :, None] & (tl.arange(0, _COPIES) >= 0)[None, None, :]
         part = tl.load(part_at, mask=mask, other=0, volatile=True)
-        maxima = tl.load(max_at, mask=here, other=0, volatile=True)
-        sums = tl.load(max_at + 1, mask=here, other=0, volatile=True)
+        maxima = tl.load(max_at, mask=is_item, other=0, volatile=True)
+        sums = tl.load(max_at + 1, mask=is_item, other=0, volatile=True)
         while _is_any_empty(part, maxima, sums):
             part = tl.load(part_at, mask=mask, other=0, volatile=True)
-            maxima = tl.load(max_at, mask=here, other=0, volatile=True)
-            sums = tl.load(max_at + 1, mask=here, other=0, volatile=True)
+            maxima = tl.load(max_at, mask=is_item, other=0, volatile=True)
+            sums = tl.load(max_at + 1, mask=is_item, other=0, volatile=True)
         tl.store(part_at, tl.full(part.shape, _EMPTY, tl.int32), mask=mask)
-        tl.store(max_at, tl.full(maxima.shape, _EMPTY, tl.int32), mask=here)
-        tl.store(max_at + 1, tl.full(sums.shape, _EMPTY, tl.int32), mask=here)
-        m_items = tl.where(here, maxima.to(tl.float32, bitcast=True), -1e30)
+        tl.store(max_at, tl.full(maxima.shape, _EMPTY, tl.int32), mask=is_item)
+        tl.store(max_at + 1, tl.full(sums.shape, _EMPTY, tl.int32), mask=is_item)
+        m_items = tl.max(tl.where(is_item, maxima.to(tl.float32, bitcast=True), -1e30), axis=2)
+        l_items = tl.max(sums.to(tl.float32, bitcast=True), axis=2)
         m_new = tl.maximum(m, tl.max(m_items, axis=0))
         weights = tl.exp2(m_items - m_new[None, :])
         before = tl.exp2(m - m_new)
-        l = l * before + tl.sum(sums.to(tl.float32, bitcast=True) * weights, axis=0)
+        l = l * before + tl.sum(l_items * weights, axis=0)
         values = part.to(tl.float32, bitcast=True)
         acc = acc * before[:, None] + tl.sum(values * weights[:, :, None], axis=0)
         m = m_new
@@ -152,8 +157,9 @@ def _join(
 
 
 @triton.jit
-def _is_any_empty(part, maxima, sums):
-    """Whether a number is not there yet."""
-    empty = tl.max(tl.max(tl.max((part == _EMPTY).to(tl.int32), axis=2), axis=1), axis=0)
-    either = ((maxima == _EMPTY) | (sums == _EMPTY)).to(tl.int32)
-    return tl.maximum(empty, tl.max(tl.max(either, axis=1), axis=0)) == 1
+def _is_any_empty(a, b, c):
+    """Whether a number is not there yet, of three tensors that differ in their last dimension."""
+    empty = tl.max((a == _EMPTY).to(tl.int32), axis=2)
+    empty = tl.maximum(empty, tl.max((b == _EMPTY).to(tl.int32), axis=2))
+    empty = tl.maximum(empty, tl.max((c == _EMPTY).to(tl.int32), axis=2))
+    return tl.max(tl.max(empty, axis=1), axis=0) == 1

@@ -4,7 +4,9 @@ The program of the last part takes in the others' sums as they come. It sees fro
 themselves whether they are there: a place in the workspace holds EMPTY until its number comes, and
 again once it is taken. That is one way through the L2 cache, where a count of arrivals, with all
 stores before it, is three. No program waits for one that cannot run: blocks start in the order of
-their numbers, and those of the last part have the highest (launch grids as [tiles, parts]).
+their numbers, and those of the last part have the highest (launch grids as [tiles, parts]). A tile
+has a number for each thread at least: where several threads hold one, only one of them may have
+looked after it came.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def test_the_last_item_of_a_row_joins_the_others(
 @pytest.mark.skipif(not IS_NATIVE, reason="the interpreter takes no maximum of NaNs alone")
 @pytest.mark.timeout(60)
 def test_parts_that_are_no_number_arrive_as_any_other() -> None:
-    caches = make_cache(2, 320, 16, 1, 16, torch.float32)
-    q = randn(2, 2, 16, seed=5)
+    caches = make_cache(2, 320, 16, 1, 64, torch.float32)
+    q = randn(2, 2, 64, seed=5)
     q.view(torch.int32)[0] = EMPTY
     out = decode(
         q, *caches, ints([0, 1]), ints([300, 300]), num_programs=64, in_order=False, joins=True
