@@ -21,10 +21,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from kernels.decode_join import REGISTERS_PER_SM
+
 ARCH = 90
 MAX_SHARED_BYTES = 232_448
-SM_SHARED_BYTES, BLOCK_SHARED_BYTES = 233_472, 1_024
-"""Of a processor, and what each block takes beside its own."""
+BLOCK_SHARED_BYTES = 1_024
+"""What each block takes beside its own; a processor has so much more than the largest may have."""
 NUM_PROCESSORS = 132
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -44,14 +46,15 @@ class Compiled:
     @property
     def fits(self) -> bool:
         """Whether a processor can hold one program."""
-        return self.shared_bytes <= MAX_SHARED_BYTES and self.per_sm > 0
+        return self.per_sm > 0
 
     @property
     def per_sm(self) -> int:
         """Programs that a processor holds at once."""
         threads = self.num_warps * 32
-        by_registers = 65_536 // (-(-self.registers // 8) * 8 * threads)
-        by_shared = SM_SHARED_BYTES // (self.shared_bytes + BLOCK_SHARED_BYTES)
+        by_registers = REGISTERS_PER_SM // (-(-self.registers // 8) * 8 * threads)
+        available = MAX_SHARED_BYTES + BLOCK_SHARED_BYTES
+        by_shared = available // (self.shared_bytes + BLOCK_SHARED_BYTES)
         return min(by_registers, by_shared, 2_048 // threads)
 
 

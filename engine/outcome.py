@@ -98,10 +98,10 @@ def no_outcome(step_id: int) -> Outcome:
     """The outcome of no step, for a record that carries only ends."""
     return Outcome(
         step_id=step_id,
-        rids=np.zeros(0, np.uint64),
-        token_ids=np.zeros(0, np.int32),
+        rids=_NO_RIDS,
+        token_ids=_NO_IDS,
         finish=np.zeros(0, np.uint8),
-        started_rids=np.zeros(0, np.uint64),
-        cached_tokens=np.zeros(0, np.int32),
+        started_rids=_NO_RIDS,
+        cached_tokens=_NO_IDS,
         num_tokens=0,
     )

@@ -22,6 +22,75 @@ def place_tile(
 
 
 @triton.jit
+def sum_by_pointers(
+    x_at,
+    weight_at,
+    up_at,
+    token_mask,
+    k_begin,
+    k_end,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    GLU: tl.constexpr,
+):
+    """One tile of x W^T over K from k_begin to k_end, and with GLU that of the up projection (zeros
+    without). x_at [BLOCK_M, BLOCK_K], weight_at, up_at [BLOCK_N, BLOCK_K]: the first columns;
+    token_mask [BLOCK_M, 1]: which rows of x are there."""
+    columns = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
+        in_k = (k + columns < K)[None, :]
+        if K % BLOCK_K == 0:
+            w = tl.load(weight_at + k)
+            a = tl.load(x_at + k, mask=token_mask, other=0.0)
+        else:
+            w = tl.load(weight_at + k, mask=in_k, other=0.0)
+            a = tl.load(x_at + k, mask=token_mask & in_k, other=0.0)
+        acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
+        if GLU:
+            if K % BLOCK_K == 0:
+                w_up = tl.load(up_at + k)
+            else:
+                w_up = tl.load(up_at + k, mask=in_k, other=0.0)
+            up_acc = tl.dot(a, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
+    return acc, up_acc
+
+
+@triton.jit
+def sum_by_descriptors(
+    x,
+    weight,
+    tile_m,
+    tile_n,
+    k_begin,
+    k_end,
+    num_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    GLU: tl.constexpr,
+):
+    """The same tile by descriptors; the up projection's rows of W begin at num_rows."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
+        a = x.load([tile_m * BLOCK_M, k])
+        w = weight.load([tile_n * BLOCK_N, k])
+        acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
+        if GLU:
+            w_up = weight.load([num_rows + tile_n * BLOCK_N, k])
+            up_acc = tl.dot(a, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
+    return acc, up_acc
+
+
+@triton.jit
 def sum_tile(
     x,
     weight,
@@ -44,41 +113,23 @@ def sum_tile(
 ):
     """One tile of x W^T over K from k_begin to k_end, and with GLU that of the rows of W that begin
     at num_rows (zeros without); x and weight are pointers or descriptors."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if TMA:
-        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
-            a = x.load([tile_m * BLOCK_M, k])
-            w = weight.load([tile_n * BLOCK_N, k])
-            acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
-            if GLU:
-                w_up = weight.load([num_rows + tile_n * BLOCK_N, k])
-                up_acc = tl.dot(a, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
+        acc, up_acc = sum_by_descriptors(
+            x, weight, tile_m, tile_n, k_begin, k_end, num_rows,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, GLU,
+        )  # fmt: skip
     else:
         tokens = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         # Rows of the weight past the end read the last one; their results are not stored.
         rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), num_rows - 1).to(tl.int64)
         columns = tl.arange(0, BLOCK_K)
-        token_mask = (tokens < num_tokens)[:, None]
-        x_at = x + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
         weight_at = weight + rows[:, None] * weight_stride + columns[None, :]
-        if GLU:
-            up_at = weight_at + num_rows.to(tl.int64) * weight_stride
-        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
-            if K % BLOCK_K == 0:
-                a = tl.load(x_at + k, mask=token_mask, other=0.0)
-                w = tl.load(weight_at + k)
-            else:
-                mask = (k + columns < K)[None, :]
-                a = tl.load(x_at + k, mask=token_mask & mask, other=0.0)
-                w = tl.load(weight_at + k, mask=mask, other=0.0)
-            acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
-            if GLU:
-                if K % BLOCK_K == 0:
-                    w_up = tl.load(up_at + k)
-                else:
-                    w_up = tl.load(up_at + k, mask=mask, other=0.0)
-                up_acc = tl.dot(a, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
+        acc, up_acc = sum_by_pointers(
+            x + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :],
+            weight_at, weight_at + num_rows.to(tl.int64) * weight_stride,
+            (tokens < num_tokens)[:, None], k_begin, k_end,
+            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, GLU,
+        )  # fmt: skip
     return acc, up_acc
 
 

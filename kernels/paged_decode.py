@@ -219,9 +219,7 @@ def paged_decode(
     block_d, tile = triton.next_power_of_2(head_dim), plan.tile
     tma = tile.tma and takes_tiles(k_cache, tile.tile_tokens)
     options = pdl_options(out, pdl)
-    # Interpreted programs run one after the other: one that waits would wait for ever.
-    is_alone = plan.joins and out.device.type == "cpu"
-    _paged_decode_kernel[(1 if is_alone else plan.num_programs,)](
+    _paged_decode_kernel[(plan.num_programs,)](
         out,
         q,
         k_cache,

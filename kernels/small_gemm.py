@@ -22,7 +22,7 @@ from kernels.deferred_norm import (
     row_factors,
 )
 from kernels.descriptors import takes_descriptors, tiles_of
-from kernels.fixed_gemm_tile import sum_tile
+from kernels.fixed_gemm_tile import sum_by_descriptors, sum_by_pointers
 from kernels.gemv import gemv
 from kernels.norm import rms_norm
 from kernels.pdl import pdl_options, prefetch_l2
@@ -109,30 +109,18 @@ def _small_gemm_kernel(
         squares = load_squares(x_squares_ptr, x_squares_stride, num_tokens, X_SQUARES, BLOCK_M)
     k_end = min(k_begin + SPLIT_LEN, K)
     if TMA:
-        acc, up_acc = sum_tile(
-            x, weight, 0, block, k_begin, k_end, num_tokens, num_rows, x_stride, weight_stride,
-            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, TMA, GLU,
+        acc, up_acc = sum_by_descriptors(
+            x, weight, 0, block, k_begin, k_end, num_rows,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, GLU,
         )  # fmt: skip
     else:
-        up_at = weight_at + num_rows.to(tl.int64) * weight_stride
-        x_at = x + tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
-            in_k = (k + columns < K)[None, :]
-            if K % BLOCK_K == 0:
-                w = tl.load(weight_at + k)
-                a = tl.load(x_at + k, mask=token_mask[:, None], other=0.0)
-            else:
-                w = tl.load(weight_at + k, mask=in_k, other=0.0)
-                a = tl.load(x_at + k, mask=token_mask[:, None] & in_k, other=0.0)
-            acc = tl.dot(a, tl.trans(w), acc, input_precision=DOT_PRECISION)
-            if GLU:
-                if K % BLOCK_K == 0:
-                    w_up = tl.load(up_at + k)
-                else:
-                    w_up = tl.load(up_at + k, mask=in_k, other=0.0)
-                up_acc = tl.dot(a, tl.trans(w_up), up_acc, input_precision=DOT_PRECISION)
+        # Addresses of the weight are found before the wait.
+        acc, up_acc = sum_by_pointers(
+            x + long_tokens * x_stride + columns[None, :],
+            weight_at, weight_at + num_rows.to(tl.int64) * weight_stride,
+            token_mask[:, None], k_begin, k_end,
+            K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, GLU,
+        )  # fmt: skip
     is_final = True
     if SPLIT_K > 1:
         acc, is_final = add_parts(
