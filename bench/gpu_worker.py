@@ -1,8 +1,10 @@
 """A whole worker on a GPU, over ZeroMQ: time to first token and between tokens at the client.
 
 `python -m bench.gpu_worker MODEL [--jobs 1 8 64] [--out results.jsonl]`. Starts `tokenbus serve`,
-sends random prompts as token ids, prints a line per batch of jobs and one JSON object last. Run
-`ops.bench.engine` on the same model beside it: the difference is the bus's share.
+sends random prompts as token ids over a new connection, prints a line per batch of jobs and one
+JSON object last. Run `ops.bench.engine` on the same model beside it: the difference is the bus's
+share; or let the fake model stand in for the engine:
+`python -m bench.gpu_worker fake --device cpu --settle-s 2 --max-id 500 --set fake.step_ms=0.5`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ async def run_job(
 async def measure(endpoint: str, jobs: int, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """All jobs at once over one connection; other prompts for another seed, which no cache has."""
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(10, 40_000, args.input_len).tolist() for _ in range(jobs)]
+    prompts = [rng.integers(10, args.max_id, args.input_len).tolist() for _ in range(jobs)]
     async with AsyncClient(zmq=endpoint) as client:
         begin = time.perf_counter()
         results = await asyncio.gather(
@@ -106,6 +108,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--max-id", type=int, default=40_000, help="prompts have ids below it")
+    parser.add_argument("--set", action="append", default=[], help="NAME=VALUE, for serve")
     parser.add_argument("--settle-s", type=float, default=30.0, help="to wait for graphs")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--out", type=Path)
@@ -115,7 +119,8 @@ def main() -> int:
         command = [sys.executable, "-c", "from ops.cli import main; main()", "serve", "--json"]
         command += ["--model", args.model, "--device", args.device]
         command += ["--redis", "none", "--zmq", "tcp://127.0.0.1:0", "--data-dir", data_dir]
-        command += ["--set", "engine.max_model_len=4096"]
+        for setting in ("engine.max_model_len=4096", *args.set):
+            command += ["--set", setting]
         log = Path(data_dir) / "worker.log"
         with log.open("wb") as errors:
             worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
