@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 
 from ops.exit_codes import ExitCode
 from ops.worker_process import WorkerFailed, WorkerProcess, run_worker
+from tests.chaos.kit.processes import is_alive
 from tests.redis_servers import RedisServer
 from tokenbus import AsyncClient
 from tokenbus.events import crc32_of_ids
@@ -62,13 +63,6 @@ async def tokenbus(worker: WorkerProcess, *arguments: str, stdin: str = "") -> t
     output, _ = await asyncio.wait_for(process.communicate(stdin.encode()), 60)
     assert process.returncode is not None
     return process.returncode, output.decode()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def ended(pids: Sequence[int]) -> None:

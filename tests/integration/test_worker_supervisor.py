@@ -16,6 +16,7 @@ from ops.child import ChildSpec, describe_exit
 from ops.exit_codes import ExitCode
 from ops.supervisor import Supervisor
 from ops.supervisor_messages import Ready, Stop, WorkerEvent
+from tests.chaos.kit.processes import is_alive
 
 # Reports ready on its status pipe, stops with code 0 on SIGTERM.
 BROKER = """
@@ -61,13 +62,6 @@ async def harnesses() -> AsyncIterator[list[Harness]]:
         await harness.system.stop()
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 async def test_stop_drains_the_broker_then_stops_the_engine_with_exit_code_0(
     harnesses: list[Harness],
 ) -> None:
@@ -78,7 +72,7 @@ async def test_stop_drains_the_broker_then_stops_the_engine_with_exit_code_0(
     assert await harness.result() is ExitCode.OK
     assert ready.is_first
     assert set(ready.pids) == {"broker", "engine"}
-    assert not any(is_running(pid) for pid in ready.pids.values())
+    assert not any(is_alive(pid) for pid in ready.pids.values())
 
 
 async def test_a_killed_broker_is_started_again_and_its_engine_stays(
@@ -95,7 +89,7 @@ async def test_a_killed_broker_is_started_again_and_its_engine_stays(
     assert not second.is_first
     assert second.pids["broker"] != first.pids["broker"]
     assert second.pids["engine"] == first.pids["engine"]
-    assert is_running(second.pids["engine"])
+    assert is_alive(second.pids["engine"])
 
 
 async def test_an_engine_that_never_gets_ready_is_given_up_after_three_crashes(
@@ -131,7 +125,7 @@ async def test_a_broker_that_does_not_stop_in_time_is_killed(
     ready = await harness.ready()
     harness.supervisor.tell(Stop("test"))
     assert await harness.result() is ExitCode.OK
-    assert not is_running(ready.pids["broker"])
+    assert not is_alive(ready.pids["broker"])
 
 
 async def test_a_broker_that_drained_by_itself_ends_the_worker(harnesses: list[Harness]) -> None:

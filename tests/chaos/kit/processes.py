@@ -167,6 +167,11 @@ def state_of(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
+def is_alive(pid: int) -> bool:
+    """There is such a process, and it is more than what its parent has to reap."""
+    return state_of(pid) not in ("", "Z")
+
+
 def descendants(pid: int) -> list[int]:
     """All children, their children and so on."""
     found: list[int] = []

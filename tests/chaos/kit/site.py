@@ -18,7 +18,7 @@ from engine.fake_runner import expected_tokens
 from ops.bench.chaos_audit import EventAuditor, RedisAuditor
 from ops.bench.chaos_load import PATIENT
 from ops.bench.chaos_site import QUEUE, Site, Worker, until
-from tests.chaos.kit.processes import descendants, state_of
+from tests.chaos.kit.processes import descendants, is_alive
 from tests.integration.zmq_raw import RawClient
 from tokenbus import AsyncClient
 from tokenbus.events import Done, Failed, Started, Tokens
@@ -227,10 +227,10 @@ def _is_worker(pid: int) -> bool:
     """A broker or an engine, alive."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     is_ours = b"-m broker" in command or b"-m engine" in command
-    return is_ours and state_of(pid) not in ("", "Z")
+    return is_ours and is_alive(pid)
 
 
 class Listener:
