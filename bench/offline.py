@@ -21,12 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from kernels.decode_join import REGISTERS_PER_SM
-
 ARCH = 90
 MAX_SHARED_BYTES = 232_448
-BLOCK_SHARED_BYTES = 1_024
-"""What each block takes beside its own; a processor has so much more than the largest may have."""
 NUM_PROCESSORS = 132
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -46,16 +42,9 @@ class Compiled:
     @property
     def fits(self) -> bool:
         """Whether a processor can hold one program."""
-        return self.per_sm > 0
-
-    @property
-    def per_sm(self) -> int:
-        """Programs that a processor holds at once."""
-        threads = self.num_warps * 32
-        by_registers = REGISTERS_PER_SM // (-(-self.registers // 8) * 8 * threads)
-        available = MAX_SHARED_BYTES + BLOCK_SHARED_BYTES
-        by_shared = available // (self.shared_bytes + BLOCK_SHARED_BYTES)
-        return min(by_registers, by_shared, 2_048 // threads)
+        return (
+            self.shared_bytes <= MAX_SHARED_BYTES and self.registers * self.num_warps * 32 <= 65_536
+        )
 
 
 class _Utils:

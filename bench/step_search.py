@@ -2,7 +2,6 @@
 
     python -m bench.step_search MODEL --rows 8 --out results.jsonl
         [--attention 64,4,3,2,tma ...] [--share 50 driver ...] [--small-gemm] [--fused]
-        [--join]
     python -m bench.step_search MODEL --rows 8 ... --list      # names the variants; needs no GPU
 
 A kernel that is faster alone can make a step slower, since it shares processors, memory and power
@@ -123,9 +122,6 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="begin with fused products where the engine has others for so many rows",
     )
-    found.add_argument(
-        "--join", action="store_true", help="partial results without a second kernel"
-    )
     found.add_argument("--input-len", type=int, default=1024)
     found.add_argument("--seconds", type=float, default=180.0, help="no new variant after these")
     found.add_argument("--out", type=Path, default=Path("results.jsonl"))
@@ -184,9 +180,9 @@ def checked(args: argparse.Namespace, spec: ModelSpec) -> tuple[Variant, list[li
     go with another, or nothing to try."""
     base = base_variant(spec, graph_size(args.rows), is_fused=args.fused)
     tiles = [replace(tile, groups=base.attention.groups) for tile in args.attention]
-    found = choices(base, spec, args.rows, tiles, args.share, args.small_gemm, args.join)
+    found = choices(base, spec, args.rows, tiles, args.share, args.small_gemm)
     if not any(found):
-        raise ValueError("nothing to try: give --attention, --share, --small-gemm or --join")
+        raise ValueError("nothing to try: give --attention, --share or --small-gemm")
     return base, found
 
 

@@ -27,8 +27,6 @@ from engine.gpu.row_tables import SampleKind
 from engine.gpu.runner import GpuRunner
 from engine.loop import EngineLoop
 from engine.model.spec import ModelSpec
-from kernels.decode_join import JOINED_HEAD_DIMS
-from kernels.decode_partials import new_decode_workspace
 from kernels.decode_plan import new_decode_plan
 from kernels.deferred_norm import ScaledInput
 from kernels.small_gemm import small_linear
@@ -46,13 +44,11 @@ ProductShape = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Variant:
     """How decode steps of one number of rows are launched. share: per cent of a processor's fast
-    memory that is shared memory, None: as the driver likes. products: tiles of small_linear. joins:
-    attention joins partial results without a second kernel."""
+    memory that is shared memory, None: as the driver likes. products: tiles of small_linear."""
 
     attention: DecodeTile
     share: int | None
     products: Mapping[ProductShape, SmallGemmTile] = field(default_factory=dict)
-    joins: bool = False
 
     def with_product(self, shape: ProductShape, tile: SmallGemmTile) -> Variant:
         """The same with another tile for one product."""
@@ -61,8 +57,7 @@ class Variant:
     def as_dict(self) -> dict[str, Any]:
         """For a result line."""
         products = {f"{n}x{k}": str(tile) for (n, k), tile in self.products.items()}
-        attention = {"attention": str(self.attention), "joins": self.joins}
-        return {**attention, "share": self.share, "products": products}
+        return {"attention": str(self.attention), "share": self.share, "products": products}
 
 
 Choice = tuple[str, Callable[[Variant], Variant]]
@@ -134,19 +129,15 @@ def choices(
     tiles: list[DecodeTile],
     shares: list[int | None],
     with_products: bool,
-    with_join: bool = False,
 ) -> list[list[Choice]]:
     """What to try, one choice after the other. ValueError: products of so many rows have no tiles
-    of small_linear, or attention's programs do not fit on the device all at once."""
-    if with_join and spec.head_dim not in JOINED_HEAD_DIMS:
-        raise ValueError(f"--join: heads of {spec.head_dim}, it takes {JOINED_HEAD_DIMS}")
+    of small_linear."""
     found: list[list[Choice]] = [
         [(f"attention={_short(tile)}", partial(replace, attention=tile)) for tile in tiles],
         [
             (f"share={'driver' if percent is None else percent}", partial(replace, share=percent))
             for percent in shares
         ],
-        [("join", partial(replace, joins=True))] * with_join,
     ]
     if not with_products:
         return found
@@ -244,7 +235,7 @@ class StepTimer:
         own = decoder.linears
         fused_rows = max(own.fused_rows, self._size) if variant.products else own.fused_rows
         tiled.linears = TiledLinears(own.deterministic, own.workspace, fused_rows, variant.products)
-        plans = self._plans(variant, buffers.attention.of(self._size), decoder.spec)
+        plans = self._plans(variant.attention, buffers.attention.of(self._size))
         buffers = replace(buffers, attention=AttentionPlans(((self._size, plans),)))
         graph = VariantGraph(
             variant.share, self._size, SampleKind.PLAIN, tiled, tables, buffers, block_size, slots
@@ -259,20 +250,15 @@ class StepTimer:
             raise VariantRefusedError(_reason(error)) from error
         return graph
 
-    def _plans(self, variant: Variant, own: Plans, spec: ModelSpec) -> Plans:
-        """Work lists for a tile, with the workspaces that are there; for joining with new ones,
-        which nobody else leaves numbers in."""
-        found, tile = {}, variant.attention
+    def _plans(self, tile: DecodeTile, own: Plans) -> Plans:
+        """Work lists for a tile, with the workspaces that are there."""
+        found = {}
         for window, (plan, workspace) in own.items():
             device = plan.items.device
             programs = num_processors(device) * tile.programs_per_sm
             new = new_decode_plan(
-                self._size, tile, programs, MAX_SLOTS, device, plan.in_order, variant.joins
+                self._size, tile, programs, MAX_SLOTS, device, in_order=plan.in_order
             )
-            if variant.joins:
-                workspace = new_decode_workspace(
-                    new, spec.num_heads, spec.num_kv_heads, spec.head_dim
-                )
             found[window] = (new, workspace)
         return found
 

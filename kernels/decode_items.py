@@ -56,12 +56,3 @@ def load_row(seq_len_ptr, row_ptr, entry, is_live):
     seq_len = tl.load(seq_len_ptr + entry, mask=is_live, other=0, cache_modifier=".cg")
     row = tl.load(row_ptr + entry, mask=is_live, other=0, cache_modifier=".cg")
     return seq_len, row.to(tl.int64)
-
-
-@triton.jit
-def load_slots(entries_ptr, entry, is_wanted: tl.constexpr):
-    """First slot of a batch entry's partial results, and how many items it has; zeros if they are
-    not wanted."""
-    first = tl.load(entries_ptr + entry * 4, mask=is_wanted, other=0, cache_modifier=".cg")
-    count = tl.load(entries_ptr + entry * 4 + 1, mask=is_wanted, other=0, cache_modifier=".cg")
-    return first, count

@@ -13,7 +13,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.decode_fold import fold
 from kernels.decode_plan import DecodePlan
-from kernels.split_k import EMPTY
 
 MANY_ROWS = 48
 """From here on most rows are one work item."""
@@ -25,7 +24,7 @@ JOINED_ITEMS = 16
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
     """Partial results of rows with several items; shared by all layers, never read before it is
-    written. For a plan that joins them itself all bits are those of EMPTY between calls.
+    written.
 
     acc float32 [max_slots, HQ, D]; max_sum float32 [max_slots, HQ, 2]: running maximum (base 2)
     and sum.
@@ -41,15 +40,10 @@ def new_decode_workspace(
     """Allocate the workspace that goes with a plan. Raises ValueError for uneven GQA groups."""
     if num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads} query heads do not share {num_kv_heads} kv heads evenly")
-
-    def numbers(*shape: int) -> torch.Tensor:
-        bits = EMPTY if plan.joins else 0
-        device = plan.items.device
-        return torch.full(shape, bits, dtype=torch.int32, device=device).view(torch.float32)
-
+    device = plan.items.device
     return DecodeWorkspace(
-        acc=numbers(plan.max_slots, num_q_heads, head_dim),
-        max_sum=numbers(plan.max_slots, num_q_heads, 2),
+        acc=torch.zeros(plan.max_slots, num_q_heads, head_dim, device=device),
+        max_sum=torch.zeros(plan.max_slots, num_q_heads, 2, device=device),
     )
 
 

@@ -39,8 +39,7 @@ class DecodePlan:
     writes the output). counts int32 [4]: number of items, then unused. entries int32 [B, 4]: first
     slot, number of items, place of the first item in its group, items per group. tile: the cut of a
     row. num_programs: programs of the attention kernel. max_slots: partial results that the
-    workspace holds; it also bounds max_items. in_order: items follow the nested fold. joins: the
-    program of a row's last item joins its partial results (`kernels.decode_join`).
+    workspace holds; it also bounds max_items. in_order: items follow the nested fold.
     """
 
     items: torch.Tensor
@@ -50,7 +49,6 @@ class DecodePlan:
     num_programs: int
     max_slots: int
     in_order: bool
-    joins: bool
 
 
 def new_decode_plan(
@@ -60,18 +58,9 @@ def new_decode_plan(
     max_slots: int,
     device: torch.device,
     in_order: bool = True,
-    joins: bool = False,
 ) -> DecodePlan:
-    """Allocate the buffers of a plan for at most batch_size entries.
-
-    in_order: a row's sums are joined in order of position, the same in every batch. joins: without
-    a second kernel; all programs must fit on the device at once. Raises ValueError for both.
-    """
-    if in_order and joins:
-        raise ValueError("a plan in order has its partial results joined by a second kernel")
-
-    if joins and device.type == "cpu":
-        num_programs = 1  # interpreted one after the other: one that waits would wait for ever
+    """Allocate the buffers of a plan for at most batch_size entries; in_order: a row's sums are
+    joined in order of position, the same in every batch."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -84,7 +73,6 @@ def new_decode_plan(
         num_programs=num_programs,
         max_slots=max_slots,
         in_order=in_order,
-        joins=joins,
     )
 
 

@@ -2,9 +2,10 @@
 columns of the dot.
 
 A persistent grid walks the work list of kernels/decode_plan.py. A row with one item writes its
-output directly; of a row with several, each item leaves an fp32 partial result. The program of the
-last one joins them (decode_join.py), or a small second kernel: all at once, or in order of position
-by the very fold that the first kernel uses. Then a row's result has the same bits in every batch.
+output directly; of a row with several, each item leaves an fp32 partial result, which a small
+second kernel joins (it returns at once for the others): all at once, or in order of position by the
+very fold that the first kernel uses, with its multiply-adds written out. Then a row's result is bit
+for bit the same in every batch.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cache_tiles import cache_tiles, gather_kv, takes_tiles, tile_bytes
 from kernels.decode_fold import fold_tiles
-from kernels.decode_items import load_item, load_row, load_slots, prefetch_tile
-from kernels.decode_join import items_at_once, most_registers, write_item
+from kernels.decode_items import load_item, load_row, prefetch_tile
 from kernels.decode_new_token import (
     add_new_token,
     keep_new_token,
@@ -51,7 +51,6 @@ def _paged_decode_kernel(
     seq_len_ptr,
     items_ptr,
     counts_ptr,
-    entries_ptr,
     acc_ptr,
     max_sum_ptr,
     cos_ptr,
@@ -83,14 +82,15 @@ def _paged_decode_kernel(
     NEW_TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     MAX_FINITE: tl.constexpr,
-    JOINED_ITEMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     NUM_Q: tl.constexpr = NUM_KV * GROUP_HEADS
     lanes = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
+    out_dims = tl.arange(0, BLOCK_D)
     head_mask = lanes < GROUP_HEADS
     q_mask = head_mask[:, None] & (dims < D)[None, :]
+    out_mask = head_mask[None, :] & (dims < D)[:, None]
     if PDL:
         gdc_launch_dependents()
     # Work list, lengths and tables are older than the kernel before this one (see paged_decode), so
@@ -131,14 +131,13 @@ def _paged_decode_kernel(
             raw, partner = load_heads(qkv_at + q_heads[:, None] * D, q_mask, dims, D)
             k_at = qkv_at + (NUM_Q + kv_head) * D + tl.zeros([1, 1], tl.int32)
             raw_k, k_partner = load_heads(k_at, ((dims < D) & is_new)[None, :], dims, D)
-            v_at = qkv_at + (NUM_Q + NUM_KV + kv_head) * D + dims
-            raw_v = tl.load(v_at, mask=(dims < D) & is_new, other=0.0)
+            v_at = qkv_at + (NUM_Q + NUM_KV + kv_head) * D + out_dims
+            raw_v = tl.load(v_at, mask=(out_dims < D) & is_new, other=0.0)
             new_block = tl.load(table_at + num_cached // BLOCK_SIZE, mask=is_new, other=0)
             q = turn(raw, partner, cos, sin, q_weight, q_partners, eps, D, HAS_NORM)
             end_tile = tl.minimum(end_tile, (num_cached + TILE - 1) // TILE)
         else:
             q = tl.load(qkv_at + q_heads[:, None] * D + dims[None, :], mask=q_mask, other=0.0)
-        first_slot, num_items = load_slots(entries_ptr, entry, JOINED_ITEMS > 0)
         # The next item's fields arrive while this one is worked on.
         is_more = work + step < num_work
         next_entry, next_span, next_slot = load_item(items_ptr, work + step, is_more, NUM_KV)
@@ -157,11 +156,15 @@ def _paged_decode_kernel(
             keep_new_token(k_ptr, v_ptr, to, k, v, dims, is_new, D, BLOCK_D)
             m, l, acc = add_new_token(m, l, acc, q, k, v, is_new, scale_log2)
             cos, sin = load_angles(cos_ptr, sin_ptr, next_seq_len - 1, dims, is_more, D)
-        write_item(
-            out_ptr + entry.to(tl.int64) * out_stride, acc_ptr, max_sum_ptr,
-            slot, first_slot, num_items, kv_head * GROUP_HEADS, m, l, acc,
-            NUM_Q, GROUP_HEADS, BLOCK_H, D, BLOCK_D, JOINED_ITEMS,
-        )  # fmt: skip
+        if slot >= 0:
+            at = slot.to(tl.int64) * NUM_Q + q_heads
+            tl.store(max_sum_ptr + at * 2, m, mask=head_mask)
+            tl.store(max_sum_ptr + at * 2 + 1, l, mask=head_mask)
+            tl.store(acc_ptr + at[None, :] * D + dims[:, None], acc, mask=out_mask)
+        else:
+            out = (acc / tl.where(head_mask, l, 1.0)[None, :]).to(out_ptr.dtype.element_ty)
+            out_at = out_ptr + entry.to(tl.int64) * out_stride + q_heads[None, :] * D
+            tl.store(out_at + dims[:, None], out, mask=out_mask)
         entry, span, slot = next_entry, next_span, next_slot
         seq_len, row = next_seq_len, next_row
 
@@ -189,7 +192,8 @@ def paged_decode(
     With a plan in order the result of an entry depends on its own tokens and the plan's tile only,
     to the last bit. With pdl, the plan, lengths, rows and block tables are read before the wait for
     the kernel before: they must have been written by work that a launch without pdl has waited for
-    since (perhaps plan_decode itself, when at least one kernel lies between it and this one).
+    since (that launch may be plan_decode itself, when at least one kernel lies between it and this
+    one).
 
     Args:
         out: [B, HQ, D], last two dimensions contiguous; written.
@@ -200,7 +204,7 @@ def paged_decode(
         seq_lens: int32 [B], tokens of each entry including the new one; the lengths `plan` was
             filled for.
         plan: filled by plan_decode with the same window, and the same tile length.
-        workspace: from new_decode_workspace for this plan, or one of the same `joins`.
+        workspace: from new_decode_workspace for this plan.
         scale: usually D ** -0.5.
         window: sliding window in tokens, the query's own included; 0: none.
         pdl: launch while the kernel before still runs.
@@ -216,7 +220,7 @@ def paged_decode(
     _, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     group_heads = num_q_heads // num_kv_heads
-    block_d, tile = triton.next_power_of_2(head_dim), plan.tile
+    tile = plan.tile
     tma = tile.tma and takes_tiles(k_cache, tile.tile_tokens)
     options = pdl_options(out, pdl)
     _paged_decode_kernel[(plan.num_programs,)](
@@ -231,9 +235,8 @@ def paged_decode(
         seq_lens,
         plan.items,
         plan.counts,
-        plan.entries,
-        workspace.acc.view(torch.int32) if plan.joins else workspace.acc,
-        workspace.max_sum.view(torch.int32) if plan.joins else workspace.max_sum,
+        workspace.acc,
+        workspace.max_sum,
         *new_token_arguments(q, new_tokens),
         scale * LOG2_E,
         window,
@@ -245,7 +248,7 @@ def paged_decode(
         NUM_KV=num_kv_heads,
         GROUP_HEADS=group_heads,
         D=head_dim,
-        BLOCK_D=block_d,
+        BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_H=max(8, triton.next_power_of_2(group_heads)),
         BLOCK_SIZE=block_size,
         TILE=tile.tile_tokens,
@@ -259,13 +262,11 @@ def paged_decode(
         NEW_TOKENS=new_tokens is not None,
         HAS_NORM=new_tokens is not None and new_tokens.q_norm is not None,
         MAX_FINITE=torch.finfo(q.dtype).max,
-        JOINED_ITEMS=items_at_once(group_heads, block_d) if plan.joins else 0,
         num_warps=tile.num_warps,
-        maxnreg=most_registers(tile) if plan.joins else tile.max_registers or None,
+        maxnreg=tile.max_registers or None,
         **options,
     )
-    if not plan.joins:
-        join_partials(out, plan, workspace, options)
+    join_partials(out, plan, workspace, options)
 
 
 def paged_decode_ref(

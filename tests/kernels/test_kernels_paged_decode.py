@@ -12,9 +12,8 @@ from kernels import decode_partials
 from kernels.decode_partials import new_decode_workspace
 from kernels.decode_plan import new_decode_plan, plan_decode
 from kernels.paged_decode import paged_decode, paged_decode_ref
-from kernels.split_k import EMPTY
 from kernels.tiles import DecodeTile, decode_tile, decode_tiles
-from tests.kernels.util import DEVICE, DTYPES, IS_NATIVE, TOLERANCE, poisoned, randn, relative_error
+from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
 
 TILE = DecodeTile(tile_tokens=16, num_warps=4, num_stages=2, programs_per_sm=1)
 
@@ -39,21 +38,18 @@ def make_cache(num_rows, max_len, block_size, num_kv_heads, head_dim, dtype, see
 
 def decode(
     q, k_cache, v_cache, tables, rows, seq_lens,
-    num_programs=8, window=0, tile=TILE, slots=512, in_order=True, joins=False,
+    num_programs=8, window=0, tile=TILE, slots=512, in_order=True,
 ):  # fmt: skip
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    plan = new_decode_plan(len(rows), tile, num_programs, slots, q.device, in_order, joins)
+    plan = new_decode_plan(len(rows), tile, num_programs, slots, q.device, in_order)
     workspace = new_decode_workspace(plan, num_q_heads, num_kv_heads, head_dim)
-    if not joins:
-        workspace.acc.fill_(float("nan"))
-        workspace.max_sum.fill_(float("nan"))
+    workspace.acc.fill_(float("nan"))
+    workspace.max_sum.fill_(float("nan"))
     out = poisoned(*q.shape, dtype=q.dtype)
     plan_decode(plan, seq_lens, num_kv_heads, window)
     scale = head_dim**-0.5
     paged_decode(out, q, k_cache, v_cache, tables, rows, seq_lens, plan, workspace, scale, window)
-    if joins:
-        assert all((x.view(torch.int32) == EMPTY).all() for x in (workspace.acc, workspace.max_sum))
     return out
 
 
@@ -95,47 +91,6 @@ def test_decode_matches_float64_on_ragged_lengths(
     live = [0, 1, 3, 4]
     assert relative_error(out[live], expected[live]) < TOLERANCE[dtype]
     assert out[2].isnan().all(), "padding was written"
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim", "window"),
-    [(4, 2, 64, 0), (9, 3, 64, 0), (3, 3, 96, 0), (8, 1, 128, 20), (2, 1, 256, 0)],
-)
-@pytest.mark.parametrize("num_programs", [3, 128])
-def test_the_last_item_of_a_row_joins_the_others(
-    dtype, num_q_heads, num_kv_heads, head_dim, window, num_programs
-) -> None:
-    """Rows of one item, of several, and of more than are joined at once; and the places that they
-    leave empty for the next layer."""
-    lengths = [1, 15, 0, 17, 131, 700]
-    seq_lens, rows = ints(lengths), ints([3, 0, 1, 2, 4, 5])
-    caches = make_cache(6, 704, 16, num_kv_heads, head_dim, dtype)
-    q = randn(6, num_q_heads, head_dim, dtype=dtype, seed=5)
-    args = (q, *caches, rows, seq_lens)
-    out = decode(*args, num_programs=num_programs, window=window, in_order=False, joins=True)
-    expected = paged_decode_ref(*args, head_dim**-0.5, window, dtype=torch.float64)
-    live = [0, 1, 3, 4, 5]
-    assert relative_error(out[live], expected[live]) < TOLERANCE[dtype]
-    assert out[2].isnan().all(), "padding was written"
-
-
-@pytest.mark.skipif(not IS_NATIVE, reason="the interpreter takes no maximum of NaNs alone")
-@pytest.mark.timeout(60)
-def test_parts_that_are_no_number_arrive_as_any_other() -> None:
-    caches = make_cache(2, 320, 16, 1, 64, torch.float32)
-    q = randn(2, 2, 64, seed=5)
-    q.view(torch.int32)[0] = EMPTY
-    out = decode(
-        q, *caches, ints([0, 1]), ints([300, 300]), num_programs=64, in_order=False, joins=True
-    )
-    assert out[0].isnan().all()
-    assert out[1].isfinite().all()
-
-
-def test_a_plan_in_order_has_no_part_joined_as_it_comes() -> None:
-    with pytest.raises(ValueError, match="second kernel"):
-        new_decode_plan(1, TILE, 1, 1, torch.device(DEVICE), in_order=True, joins=True)
 
 
 @pytest.mark.parametrize("window", [0, 150])

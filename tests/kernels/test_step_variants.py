@@ -51,7 +51,7 @@ def lengths(timer: StepTimer) -> list[int]:
 def test_every_variant_sees_the_same_lengths_and_makes_the_same_tokens(timer) -> None:
     base = base_of(timer)
     spec = timer._loop.runner._packed._decoder.spec
-    other = replace(base, share=40, joins=True, attention=replace(base.attention, num_stages=1))
+    other = replace(base, share=40, attention=replace(base.attention, num_stages=1))
     other = other.with_product(product_shapes(spec)["o"], SmallGemmTile(16, 16, 2, 4, 1))
     table = timer._loop.runner._tables.token_table
     seen = []
@@ -61,7 +61,7 @@ def test_every_variant_sees_the_same_lengths_and_makes_the_same_tokens(timer) ->
         assert min(rounds) > 0
         graph = graph_of(timer)
         plan, _ = graph._buffers.attention.of(2)[0]
-        assert (plan.tile, plan.joins) == (variant.attention, variant.joins)
+        assert plan.tile == variant.attention
         assert graph.shared_percent == variant.share
         assert graph._decoder.linears.tiles == variant.products
         # Which row is whose may differ.

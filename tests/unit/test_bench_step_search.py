@@ -111,16 +111,6 @@ def test_fused_products_can_be_tried_where_the_engine_has_others(tmp_path) -> No
     assert len(set(labels(found))) == len(list(labels(found)))
 
 
-def test_attention_can_join_parts_itself_where_its_programs_fit(spec) -> None:
-    base, found = checked(arguments("--join"), spec)
-    ((label, change),) = found[2]
-    assert label == "join"
-    assert change(base) == replace(base, joins=True)
-    object.__setattr__(spec, "head_dim", 96)
-    with pytest.raises(ValueError, match="heads of 96"):
-        checked(arguments("--join"), spec)
-
-
 def test_nothing_to_try_and_products_without_tiles_are_refused(spec) -> None:
     with pytest.raises(ValueError, match="nothing to try"):
         checked(arguments(), spec)
