@@ -25,7 +25,7 @@ from engine.gpu.buffers import SharedBuffers, new_shared_buffers
 from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.decoder import GpuDecoder
 from engine.gpu.kv_memory import new_kv_memory
-from engine.gpu.linear import Linears, max_fused_rows
+from engine.gpu.linear import Linears
 from engine.gpu.memory import StepLimits
 from engine.gpu.packed_step import PackedSteps
 from engine.gpu.prompt_graph import PromptGraph
@@ -38,7 +38,7 @@ from kernels.split_k import new_gemm_workspace
 from ops.bench.shapes import SHAPES, write_shape
 
 META = torch.device("meta")
-LIMITS = StepLimits(256, 8192, 2048, 64)
+LIMITS = StepLimits(256, 8448, 2048, 64)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -54,7 +54,7 @@ def parts_of(
     decoder = GpuDecoder(
         spec, weights, new_kv_memory(spec, 64, limits.block_size, dtype, META),
         tables.block_table, tables.token_table,
-        Linears(deterministic, new_gemm_workspace(META), max_fused_rows(spec.hidden_size)),
+        Linears(deterministic, new_gemm_workspace(META)),
     )  # fmt: skip
     attention_plans.num_processors = lambda device: NUM_PROCESSORS
     return decoder, tables, new_shared_buffers(spec, limits, dtype, META, deterministic)

@@ -1,7 +1,7 @@
 """The time of whole decode steps by variant: attention tile, shared memory, product tiles.
 
     python -m bench.step_search MODEL --rows 8 --out results.jsonl
-        [--attention 64,4,3,2,tma ...] [--share 50 driver ...] [--small-gemm] [--fused]
+        [--attention 64,4,3,2,tma ...] [--share 50 driver ...] [--small-gemm]
     python -m bench.step_search MODEL --rows 8 ... --list      # names the variants; needs no GPU
 
 A kernel that is faster alone can make a step slower, since it shares processors, memory and power
@@ -117,11 +117,6 @@ def parser() -> argparse.ArgumentParser:
         "--share", type=_argument(share), nargs="+", default=[], help="per cent, or driver"
     )
     found.add_argument("--small-gemm", action="store_true", help="tiles of the layer's products")
-    found.add_argument(
-        "--fused",
-        action="store_true",
-        help="begin with fused products where the engine has others for so many rows",
-    )
     found.add_argument("--input-len", type=int, default=1024)
     found.add_argument("--seconds", type=float, default=180.0, help="no new variant after these")
     found.add_argument("--out", type=Path, default=Path("results.jsonl"))
@@ -145,12 +140,10 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def run(
     args: argparse.Namespace,
     config: EngineConfig,
-    served: Variant | None,
     base: Variant,
     all_choices: list[list[Choice]],
 ) -> None:
-    """Load the engine, search, and append a result for each variant; first for `served`, where the
-    engine takes something else than base."""
+    """Load the engine, search, and append a result for each variant."""
     began = time.monotonic()
     runner = build_runner(config)
     loop = EngineLoop(runner, Scheduler(runner.info, config.enable_prefix_cache))
@@ -167,8 +160,6 @@ def run(
     def is_over() -> bool:
         return bool(time.monotonic() - began > args.seconds)
 
-    if served is not None:
-        report("as_served", served, timer.measure(served))
     best = Search(timer.measure, report, is_over).run(base, all_choices)
     print(f"best: {best.as_dict()}")
     loop.drop_runs()
@@ -178,7 +169,7 @@ def run(
 def checked(args: argparse.Namespace, spec: ModelSpec) -> tuple[Variant, list[list[Choice]]]:
     """What the engine takes by itself, and what to try. Raises ValueError: an option that does not
     go with another, or nothing to try."""
-    base = base_variant(spec, graph_size(args.rows), is_fused=args.fused)
+    base = base_variant(spec, graph_size(args.rows))
     tiles = [replace(tile, groups=base.attention.groups) for tile in args.attention]
     found = choices(base, spec, args.rows, tiles, args.share, args.small_gemm)
     if not any(found):
@@ -217,8 +208,7 @@ def main() -> int:
             return 0
         if args.device == "cpu" or not torch.cuda.is_available():
             command.error("steps are captured as CUDA graphs, which need a GPU; --list needs none")
-        served = base_variant(spec, graph_size(args.rows)) if args.fused else None
-        run(args, config, served, base, found)
+        run(args, config, base, found)
     return 0
 
 

@@ -22,7 +22,7 @@ from bench.sweep_gemm import gemm_tiles
 from engine.gpu.attention_plans import MAX_SLOTS, AttentionPlans, Plans, num_processors
 from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.graph_cache import decode_sizes
-from engine.gpu.linear import MAX_FUSED_ROWS, Linears, max_fused_rows
+from engine.gpu.linear import MAX_FUSED_ROWS, Linears
 from engine.gpu.row_tables import SampleKind
 from engine.gpu.runner import GpuRunner
 from engine.loop import EngineLoop
@@ -95,13 +95,10 @@ def graph_size(rows: int) -> int:
     return next(size for size in decode_sizes(MAX_NUM_SEQS) if size >= rows)
 
 
-def base_variant(
-    spec: ModelSpec, size: int, dtype: torch.dtype = torch.bfloat16, is_fused: bool = False
-) -> Variant:
-    """What the engine takes by itself; is_fused: with products that are fused with their neighbours
-    for as many rows as they can be."""
+def base_variant(spec: ModelSpec, size: int, dtype: torch.dtype = torch.bfloat16) -> Variant:
+    """What the engine takes by itself."""
     products = {}
-    if 1 < size <= (MAX_FUSED_ROWS if is_fused else max_fused_rows(spec.hidden_size)):
+    if 1 < size <= MAX_FUSED_ROWS:
         for n, k in product_shapes(spec).values():
             products[n, k] = small_gemm_tile(size, n, k, dtype.itemsize)
     return Variant(
@@ -142,9 +139,9 @@ def choices(
     if not with_products:
         return found
     if not base.products:
-        most = max_fused_rows(spec.hidden_size)
-        message = f"rows {rows}: products have tiles of small_linear for 2 to {most} rows"
-        raise ValueError(f"{message}, with --fused for 2 to {MAX_FUSED_ROWS}")
+        raise ValueError(
+            f"rows {rows}: products have tiles of small_linear for 2 to {MAX_FUSED_ROWS} rows"
+        )
     for name, (n, k) in product_shapes(spec).items():
         candidates = gemm_tiles(graph_size(rows), n, k, glu=name == "gate_up")
         found.append(
@@ -233,8 +230,7 @@ class StepTimer:
         decoder, tables, buffers, block_size, slots = self._cache._parts
         tiled = copy.copy(decoder)  # the same weights and cache
         own = decoder.linears
-        fused_rows = max(own.fused_rows, self._size) if variant.products else own.fused_rows
-        tiled.linears = TiledLinears(own.deterministic, own.workspace, fused_rows, variant.products)
+        tiled.linears = TiledLinears(own.deterministic, own.workspace, variant.products)
         plans = self._plans(variant.attention, buffers.attention.of(self._size))
         buffers = replace(buffers, attention=AttentionPlans(((self._size, plans),)))
         graph = VariantGraph(

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from kernels.tiles import NUM_PROCESSORS
+
 TABLE_PATH = Path(__file__).with_name("fixed_gemm_tiles.json")
 M_BUCKETS = (16, 64, 128, 256, 512, 2048, 8192)
 """Row counts that have tiles of their own; beyond the last: the last."""
@@ -21,7 +23,6 @@ SPLIT_UNIT = 128
 """K is split at multiples of it, so that a split never depends on a tile's block_k."""
 FEW_ROWS = 64
 """Up to here a product is bound by the bytes of its weight."""
-NUM_PROCESSORS = 132  # of the GPU that the rules were made for
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,9 @@ class EngineSettings(Section):
     )
     max_num_seqs: int = Field(default=0, ge=0, description="jobs in one batch; 0: by device")
     max_num_batched_tokens: int = Field(
-        default=0, ge=0, description="tokens computed in one step; 0: by device"
+        default=0,
+        ge=0,
+        description="tokens computed in one step; 0: by device, on a GPU 8,192 and `max_num_seqs`",
     )
     max_model_len: int = Field(
         default=0, ge=0, description="longest prompt plus output; 0: the model's"

@@ -15,7 +15,7 @@ from engine.gpu.buffers import new_shared_buffers
 from engine.gpu.decoder import GpuDecoder
 from engine.gpu.graph_cache import GraphCache, decode_sizes
 from engine.gpu.kv_memory import new_kv_memory
-from engine.gpu.linear import Linears, max_fused_rows
+from engine.gpu.linear import Linears
 from engine.gpu.memory import MemoryPlan, StepLimits, plan_memory
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.runner import GpuRunner
@@ -27,7 +27,8 @@ from kernels.split_k import new_gemm_workspace
 
 _BLOCK_SIZE = 64
 _MAX_NUM_SEQS = 256
-_MAX_BATCHED_TOKENS = 8192
+_MAX_PROMPT_TOKENS = 8192
+"""Of one step, beside a row that decodes for each place."""
 _GIB = 1 << 30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,7 +85,7 @@ def _assemble(
         cache,
         tables.block_table,
         tables.token_table,
-        Linears(config.deterministic, new_gemm_workspace(device), max_fused_rows(spec.hidden_size)),
+        Linears(config.deterministic, new_gemm_workspace(device)),
     )
     buffers = new_shared_buffers(spec, limits, dtype, device, config.deterministic)
     graphs = GraphCache(decoder, tables, buffers, limits)
@@ -96,9 +97,11 @@ def _limits(config: EngineConfig, spec: ModelSpec) -> StepLimits:
         raise ConfigError(
             "max_model_len", config.max_model_len, f"the model's own limit is {spec.max_model_len}"
         )
+    max_num_seqs = config.max_num_seqs or _MAX_NUM_SEQS
+    max_num_batched_tokens = config.max_num_batched_tokens or _MAX_PROMPT_TOKENS + max_num_seqs
     return StepLimits(
-        max_num_seqs=config.max_num_seqs or _MAX_NUM_SEQS,
-        max_num_batched_tokens=config.max_num_batched_tokens or _MAX_BATCHED_TOKENS,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=config.max_model_len or spec.max_model_len,
         block_size=config.block_size_tokens or _BLOCK_SIZE,
     )

@@ -11,15 +11,9 @@ from kernels.fixed_gemm import fixed_linear
 from kernels.fixed_tiles import has_glu_tile
 from kernels.small_gemm import small_linear
 from kernels.split_k import GemmWorkspace
-from kernels.tiles import WIDE_HIDDEN
 
 MAX_FUSED_ROWS = 64
 """Up to here one launch of ours does norm, product and residual, and beats cuBLAS's three."""
-
-WIDE_FUSED_ROWS = 16
-"""Of a wide model each product takes much longer than a launch: from here on fixed tiles, each
-product started while the kernel before still runs, are 3 % faster than fused ones (Qwen3-8B's shape
-at 64 rows on an H200)."""
 
 GLU_FROM_ROWS = 2048
 """From here on fixed tiles with the activation in their end take the place of cuBLAS and a launch
@@ -27,22 +21,16 @@ for the activation, for weights whose tiles the sweep has measured: prompts of Q
 1 % faster on an H200."""
 
 
-def max_fused_rows(hidden_size: int) -> int:
-    """Most rows for which products are fused with their neighbours."""
-    return WIDE_FUSED_ROWS if hidden_size >= WIDE_HIDDEN else MAX_FUSED_ROWS
-
-
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """x W^T in the flavour this engine was configured for. fused_rows: see max_fused_rows."""
+    """x W^T in the flavour this engine was configured for."""
 
     deterministic: bool
     workspace: GemmWorkspace
-    fused_rows: int = MAX_FUSED_ROWS
 
     def is_fused(self, num_rows: int) -> bool:
         """Whether `fused` takes this many rows."""
-        return not self.deterministic and num_rows <= self.fused_rows
+        return not self.deterministic and num_rows <= MAX_FUSED_ROWS
 
     def shares_norms(self, num_rows: int, dtype: torch.dtype) -> bool:
         """Whether fused products of this many rows have the norms between them in their ends.
@@ -52,13 +40,9 @@ class Linears:
         """
         return self.is_fused(num_rows) and num_rows > 1 and dtype != torch.float16
 
-    def is_fixed(self, num_rows: int) -> bool:
-        """Whether all unfused products of this many rows are `fixed`."""
-        return self.deterministic or self.fused_rows < num_rows <= MAX_FUSED_ROWS
-
     def glu_is_ours(self, num_rows: int, weight: torch.Tensor) -> bool:
         """Whether `fixed` also takes gate and up [2N, K] of this many rows, with the activation."""
-        if self.is_fixed(num_rows):
+        if self.deterministic:
             return True
         if num_rows < GLU_FROM_ROWS or weight.dtype.itemsize != 2:
             return False
@@ -121,7 +105,7 @@ class Linears:
         """
         if (bias is not None) + (residual is not None) + (out.dtype != x.dtype) > 1:
             raise ValueError("plain takes one of bias, residual and an out of another dtype than x")
-        if self.is_fixed(len(x)):
+        if self.deterministic:
             self.fixed(out, x, weight, bias=bias, residual=residual, pdl=pdl)
             return
         added = residual if residual is not None else bias

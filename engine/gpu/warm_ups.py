@@ -56,7 +56,7 @@ def _row_counts(spec: ModelSpec, dtype: torch.dtype, linears: Linears, most: int
     powers = [1 << power for power in range(most.bit_length())]
 
     def head(rows: int) -> Iterator[Hashable]:
-        if linears.is_fixed(rows):
+        if linears.deterministic:
             yield fixed_gemm_tile(rows, spec.vocab_size, spec.hidden_size, dtype)
 
     return sorted({*powers, *_changes(head, most), most})
@@ -70,9 +70,8 @@ def _token_counts(spec: ModelSpec, dtype: torch.dtype, linears: Linears, most: i
     gate_up = torch.empty(2 * inner, hidden, dtype=dtype, device="meta")
 
     def products(tokens: int) -> Iterator[Hashable]:
-        is_fixed = linears.is_fixed(tokens)
-        yield is_fixed
-        if is_fixed:
+        yield "any"  # one number of tokens at least
+        if linears.deterministic:
             # Up to FEW_ROWS a product asks for its weights ahead, by whatever tile.
             few = tokens <= FEW_ROWS
             yield from ((n, k, few, fixed_gemm_tile(tokens, n, k, dtype)) for n, k in shapes)

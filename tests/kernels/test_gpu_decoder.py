@@ -47,7 +47,7 @@ PLAIN = SampleKind.PLAIN
 class Fixture:
     """A tiny model in transformers and in the GPU decoder, over one small cache."""
 
-    def __init__(self, directory, config, deterministic=False, fused_rows=64) -> None:
+    def __init__(self, directory, config, deterministic=False) -> None:
         torch.manual_seed(0)
         self.reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.reference.save_pretrained(directory)
@@ -59,7 +59,7 @@ class Fixture:
         cache.v.fill_(torch.finfo(cache.v.dtype).max)  # finite, as everything in it
         self.decoder = GpuDecoder(
             self.spec, loaded.weights, cache, self.tables.block_table, self.tables.token_table,
-            Linears(deterministic, new_gemm_workspace(DEVICE), fused_rows),
+            Linears(deterministic, new_gemm_workspace(DEVICE)),
         )  # fmt: skip
         self.buffers: SharedBuffers = new_shared_buffers(
             self.spec, LIMITS, torch.float32, DEVICE, same_bits=deterministic
@@ -97,7 +97,6 @@ def _plan(step_id, blocks, rows, computed, new, *, sample) -> StepPlan:
     [
         *((family, {}) for family in FAMILIES),
         ("qwen3", {"deterministic": True}),
-        ("qwen3", {"fused_rows": 1}),  # wide: fixed tiles between this and 64 rows
     ],
     ids=str,
 )
@@ -161,13 +160,13 @@ def test_decode_rows_share_norms_between_products_the_same_in_every_run(
 
 
 def test_norms_are_shared_between_fused_products_of_several_rows_but_in_float16() -> None:
-    free = Linears(False, new_gemm_workspace(DEVICE), 16)
+    free = Linears(False, new_gemm_workspace(DEVICE))
     assert free.shares_norms(2, torch.bfloat16)
-    assert free.shares_norms(16, torch.float32)
+    assert free.shares_norms(64, torch.float32)
     assert not free.shares_norms(1, torch.bfloat16)
-    assert not free.shares_norms(17, torch.bfloat16)
+    assert not free.shares_norms(65, torch.bfloat16)
     assert not free.shares_norms(2, torch.float16), "a large output times its weight overflows"
-    assert not Linears(True, free.workspace, 16).shares_norms(2, torch.bfloat16)
+    assert not Linears(True, free.workspace).shares_norms(2, torch.bfloat16)
 
 
 def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path) -> None:
@@ -250,7 +249,6 @@ def test_many_rows_have_the_activation_in_the_product_where_it_is_swept(monkeypa
     assert not free.glu_is_ours(128, half.float())
     assert not free.glu_is_ours(99, half)
     assert not free.glu_is_ours(512, half)
-    assert Linears(False, free.workspace, 16).glu_is_ours(17, half)
 
 
 def test_a_plain_product_adds_one_thing_or_says_so() -> None:

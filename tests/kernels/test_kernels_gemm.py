@@ -23,7 +23,7 @@ from kernels.fixed_tiles import (
 )
 from kernels.small_gemm import small_linear, small_linear_ref
 from kernels.split_k import EMPTY, new_gemm_workspace
-from kernels.tiles import SmallGemmTile
+from kernels.tiles import SmallGemmTile, small_gemm_tile
 from tests.kernels.util import DEVICE, DTYPES, IS_NATIVE, TOLERANCE, poisoned, randn, relative_error
 
 FUSIONS = ["plain", "norm", "bias+residual", "norm+bias", "norm+glu"]
@@ -308,3 +308,14 @@ def test_every_default_tile_of_a_split_shape_sums_the_same_parts() -> None:
             part = -(-k // (splits * SPLIT_UNIT)) * SPLIT_UNIT
             assert splits == 1 or part % default_tile(m, n, k, torch.bfloat16).block_k == 0
             assert m_bucket(m) >= m or m_bucket(m) == M_BUCKETS[-1]
+
+
+def test_tiles_of_wide_models_without_a_line_of_their_own_fill_the_processors() -> None:
+    for n, k in [(4096, 4096), (6144, 4096), (4096, 12288)]:  # measured: the rule says the same
+        assert small_gemm_tile(64, n, k + 8) == small_gemm_tile(64, n, k)
+    for n in (1024, 2560, 3584, 5120, 7168):
+        tile = small_gemm_tile(17, n, 5120)
+        assert 60 <= -(-n // tile.block_n) * tile.split_k <= 132
+    assert small_gemm_tile(64, 14336, 4096) == small_gemm_tile(64, 12288, 4096)
+    assert small_gemm_tile(33, 4096, 12288) != small_gemm_tile(32, 4096, 12288)
+    assert small_gemm_tile(16, 4096, 14336).block_n == 16, "few rows are little to read"

@@ -14,11 +14,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = (
-    "tiny:bfloat16:256:8192",
-    "tiny:bfloat16:256:8192:deterministic",
+    "tiny:bfloat16:256:8448",
+    "tiny:bfloat16:256:8448:deterministic",
     "tiny:float32:1:500:deterministic",
-    "qwen3-8b:bfloat16:256:8192",
-    "qwen3-8b:bfloat16:256:8192:deterministic",
+    "qwen3-8b:bfloat16:256:8448",
+    "qwen3-8b:bfloat16:256:8448:deterministic",
     "qwen3-8b:bfloat16:20:100",
     "smollm2-135m:bfloat16:300:2000:deterministic",
 )

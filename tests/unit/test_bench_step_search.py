@@ -100,12 +100,10 @@ def test_each_product_is_varied_by_itself(spec) -> None:
     assert len(set(labels(found))) == len(list(labels(found)))
 
 
-def test_fused_products_can_be_tried_where_the_engine_has_others(tmp_path) -> None:
+def test_products_of_many_rows_are_tried_by_descriptors_too(tmp_path) -> None:
     wide = read_spec(write_shape("qwen3-8b", tmp_path))
-    args = ["qwen3-8b", "--rows", "64", "--small-gemm"]
-    with pytest.raises(ValueError, match="2 to 16 rows, with --fused for 2 to 64"):
-        checked(parser().parse_args(args), wide)
-    base, found = checked(parser().parse_args([*args, "--fused"]), wide)
+    args = parser().parse_args(["qwen3-8b", "--rows", "64", "--small-gemm"])
+    base, found = checked(args, wide)
     assert base.products[6144, 4096] == small_gemm_tile(64, 6144, 4096)
     assert any(label.endswith("tma") for label in labels(found))
     assert len(set(labels(found))) == len(list(labels(found)))
