@@ -134,7 +134,8 @@ def _prefill_kernel(
     # Ids are loaded a turn ahead: loads of keys depend on no load of their own turn and can be as
     # far ahead as there are stages.
     block_id = block_of(table_at, first_tile, end_tile, BLOCK_SIZE, BLOCK_N)
-    for tile in tl.range(first_tile, full_end, num_stages=STAGES):
+    # One loop, though few tiles have a mask: a second one would begin with no keys on their way.
+    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         next_block_id = block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
         k, v = load_tile(
             k_ptr, v_ptr, table_at, block_id, tile, last_position, kv_head * D,
@@ -142,30 +143,19 @@ def _prefill_kernel(
         )  # fmt: skip
         block_id = next_block_id
         s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
+        if tile >= full_end:
+            keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_seen = keys[None, :] <= q_positions[:, None]
+            if HAS_WINDOW:
+                is_seen = is_seen & (keys[None, :] > q_positions[:, None] - window)
+            s = tl.where(is_seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
-        alpha = tl.exp2(m - m_new)
-        # Multiply-adds are written out: both loops must round alike (see the module's docstring).
-        p = tl.exp2(tl.fma(s, scale_wide, tl.broadcast_to(-m_new[:, None], s.shape)))
-        l = tl.fma(l, alpha, tl.sum(p, axis=1))
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=DOT_PRECISION)
-        m = m_new
-    for tile in tl.range(full_end, end_tile, num_stages=STAGES):
-        next_block_id = block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
-        k, v = load_tile(
-            k_ptr, v_ptr, table_at, block_id, tile, last_position, kv_head * D,
-            stride_block, stride_token, dims, BLOCK_SIZE, BLOCK_N, D, TMA,
-        )  # fmt: skip
-        block_id = next_block_id
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
-        is_seen = keys[None, :] <= q_positions[:, None]
+        reference = m_new
         if HAS_WINDOW:
-            is_seen = is_seen & (keys[None, :] > q_positions[:, None] - window)
-        s = tl.where(is_seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
-        # A row may see no key of the first tiles of a window: keep -inf out of the differences.
-        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+            # A row may see no key of the first tiles: keep -inf out of the differences.
+            reference = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - reference)
+        # Multiply-adds are written out: how they round is not left to the compiler.
         p = tl.exp2(tl.fma(s, scale_wide, tl.broadcast_to(-reference[:, None], s.shape)))
         l = tl.fma(l, alpha, tl.sum(p, axis=1))
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=DOT_PRECISION)

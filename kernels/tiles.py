@@ -135,7 +135,7 @@ class PrefillTile:
 
 
 _PREFILL_TILES: dict[tuple[int, int], PrefillTile] = {
-    (64, 2): PrefillTile(128, 64, 8, 2),
+    (64, 2): PrefillTile(64, 64, 4, 3, tma=True),
     (96, 2): PrefillTile(128, 64, 8, 2),
     (128, 2): PrefillTile(64, 64, 4, 3, tma=True),
     (256, 2): PrefillTile(64, 32, 4, 2),

@@ -8,7 +8,8 @@ prompt for which padding would cost more than launching runs uncaptured always.
 
 A step of few rows that has both prompt chunks and decode rows is captured like one of prompts: a
 decode row is a chunk of one token. Not in deterministic mode, where a decode row's attention is
-always the same.
+always the same. Where launching a step takes the host longer than the device (small models), there
+are sizes for more rows and longer prompts too.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from engine.gpu.memory import StepLimits
 from engine.gpu.prompt_graph import PromptGraph, num_host_ints
 from engine.gpu.row_tables import RowTables, SampleKind
 from engine.gpu.staging import StepSlots
+from engine.gpu.step_costs import StepCosts
 from engine.plan import StepPlan
 
 _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512)
 _PROMPT_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 _PROMPT_ROWS = (1, 8)
+_LONG_PROMPT_TOKENS = (3072, 4096, 6144)
+_MANY_PROMPT_ROWS = 64
 _FEW_ROWS = 8  # decode sizes up to here come before prompts: what a quiet worker needs first
 _MIXED_CONTEXT = 2048
 """Tokens of the longest row that decodes in a step captured like one of prompts: one program of
@@ -46,6 +50,20 @@ CapturedPlan = DecodeGraph | PromptGraph
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes that decode steps are captured for; the last is max_num_seqs itself."""
     return (*(size for size in _DECODE_ROWS if size < max_num_seqs), max_num_seqs)
+
+
+def prompt_sizes(costs: StepCosts, limits: StepLimits) -> dict[int, tuple[int, ...]]:
+    """Rows -> tokens that steps with prompt chunks are captured for, both rising."""
+    budget, most = limits.max_num_batched_tokens, min(_MANY_PROMPT_ROWS, limits.max_num_seqs)
+    common = {size for size in _PROMPT_TOKENS if size <= budget}
+    longer = {
+        size for size in (*_LONG_PROMPT_TOKENS, budget) if _PROMPT_TOKENS[-1] < size <= budget
+    }
+    bound = {size for size in common | longer if costs.is_launch_bound(size)}
+    found = {rows: common | bound for rows in _PROMPT_ROWS if rows < most}
+    found[most] = bound if most > _PROMPT_ROWS[-1] else common | bound
+    found = {rows: {size for size in sizes if size >= rows} for rows, sizes in found.items()}
+    return {rows: tuple(sorted(sizes)) for rows, sizes in found.items() if sizes}
 
 
 class GraphCache:
@@ -64,19 +82,16 @@ class GraphCache:
     ) -> None:
         self._costs = decoder.costs
         self._captures_mixed = not decoder.linears.deterministic
-        num_inputs = max(
-            DecodeGraph.num_host_ints(limits.max_num_seqs),
-            num_host_ints(_PROMPT_TOKENS[-1], _PROMPT_ROWS[-1], limits.block_size),
-        )
+        self.prompt_sizes = prompt_sizes(decoder.costs, limits)
+        num_inputs = [DecodeGraph.num_host_ints(limits.max_num_seqs)]
+        for rows, tokens in self.prompt_sizes.items():
+            num_inputs.append(num_host_ints(tokens[-1], rows, limits.block_size))
         device = tables.block_table.device
-        self.slots = StepSlots(num_inputs, limits.max_num_seqs, device)
-        self.spare = StepSlots(num_inputs, limits.max_num_seqs, device)
+        self.slots, self.spare = (
+            StepSlots(max(num_inputs), limits.max_num_seqs, device) for _ in range(2)
+        )
         self._parts = (decoder, tables, buffers, limits.block_size, self.slots)
         self._decode_sizes = decode_sizes(limits.max_num_seqs)
-        self._prompt_tokens = tuple(
-            size for size in _PROMPT_TOKENS if size <= limits.max_num_batched_tokens
-        )
-        self._prompt_rows = tuple(size for size in _PROMPT_ROWS if size <= limits.max_num_seqs)
         self._graphs: dict[Key, CapturedPlan] = {}
         self._missed: Counter[Key] = Counter()  # plans that found no graph, by key
         self._pool = torch.cuda.graph_pool_handle()
@@ -114,9 +129,9 @@ class GraphCache:
         if plan.num_decode and not self._is_small_mix(plan):
             return None
         num_tokens = int(plan.num_new.sum())
-        tokens = _round_up(self._prompt_tokens, num_tokens)
-        rows = _round_up(self._prompt_rows, num_rows)
-        if tokens is None or rows is None or not self._costs.padding_pays(num_tokens, tokens):
+        rows = _round_up(tuple(self.prompt_sizes), num_rows)
+        tokens = None if rows is None else _round_up(self.prompt_sizes[rows], num_tokens)
+        if rows is None or tokens is None or not self._costs.padding_pays(num_tokens, tokens):
             return None
         return ("prompt", tokens, rows, kind)
 
@@ -133,12 +148,12 @@ class GraphCache:
         many = [size for size in self._decode_sizes if size > _FEW_ROWS]
         for kind in sorted({SampleKind.PLAIN, *(key[3] for key in self._missed)}):
             yield from (("decode", size, 0, kind) for size in few)
-            yield from (("prompt", size, 1, kind) for size in self._prompt_tokens)
+            yield from (("prompt", size, 1, kind) for size in self.prompt_sizes.get(1, ()))
             yield from (("decode", size, 0, kind) for size in many)
         # Several prompts at once: captured before the first such burst, or the one after it would
         # wait for the capture.
-        rows = self._prompt_rows[-1]
-        yield from (("prompt", size, rows, SampleKind.PLAIN) for size in self._prompt_tokens)
+        for rows, sizes in self.prompt_sizes.items():
+            yield from (("prompt", size, rows, SampleKind.PLAIN) for size in sizes)
 
     def _capture(self, key: Key) -> CapturedPlan:
         what, size, rows, kind = key

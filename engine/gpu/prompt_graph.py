@@ -1,4 +1,4 @@
-"""Steps of prompt chunks alone as CUDA graphs, for short prompts.
+"""Steps with prompt chunks as CUDA graphs: short ones, and of small models longer ones.
 
 Launching a prompt step kernel by kernel takes the host some ten milliseconds, which a small model
 or a short prompt does not hide. A graph takes microseconds: the first token comes that much sooner.

@@ -32,9 +32,18 @@ class StepCosts:
         products = num_tokens * self.flops_per_token / _FLOPS_PER_US
         return max(self.weight_bytes / _BYTES_PER_US, products)
 
+    @property
+    def launched_us(self) -> float:
+        """Microseconds of the host for launching a step kernel by kernel."""
+        return self.num_launches * _LAUNCH_US
+
+    def is_launch_bound(self, num_tokens: int) -> bool:
+        """Whether launching a step of so many tokens takes as long as the device."""
+        return self.device_us(num_tokens) <= self.launched_us
+
     def padding_pays(self, num_tokens: int, padded: int) -> bool:
         """Whether a captured step of `padded` tokens is as quick as launching num_tokens."""
-        launched_us = max(self.device_us(num_tokens), self.num_launches * _LAUNCH_US)
+        launched_us = max(self.device_us(num_tokens), self.launched_us)
         return self.device_us(padded) <= launched_us * _TOLERANCE
 
 

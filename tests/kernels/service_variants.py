@@ -137,10 +137,11 @@ def late_captures(runner: GpuRunner, seen: Seen) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for kind in SampleKind:
         late = found.setdefault(kind.name, [])
-        for rows, tokens in itertools.product(graphs._prompt_rows, graphs._prompt_tokens):
-            before = set(seen.keys)
-            graphs._capture(("prompt", tokens, rows, kind))
-            late += [f"{name}: {tokens} of {rows}" for name, _ in seen.keys - before]
+        for rows, sizes in graphs.prompt_sizes.items():
+            for tokens in sizes:
+                before = set(seen.keys)
+                graphs._capture(("prompt", tokens, rows, kind))
+                late += [f"{name}: {tokens} of {rows}" for name, _ in seen.keys - before]
     return found
 
 

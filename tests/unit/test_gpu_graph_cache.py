@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.gpu import graph_cache
-from engine.gpu.graph_cache import GraphCache
+from engine.gpu.graph_cache import GraphCache, prompt_sizes
 from engine.gpu.memory import StepLimits
 from engine.gpu.step_costs import StepCosts
 from engine.plan import StepPlan
@@ -94,10 +94,11 @@ def test_idle_moments_capture_everything_common_once_and_small_decode_sizes_firs
     assert len(set(captured)) == len(captured)
     assert captured[:4] == [("decode", size, 0, False) for size in (1, 2, 4, 8)]
     assert captured[4][0] == "prompt"
-    several = [key for key in captured if key[0] == "prompt" and key[2] == 8]
+    several = [key for key in captured if key[0] == "prompt" and key[2] > 1]
     assert captured[-len(several) :] == several, "bursts of prompts come last"
     assert captured[-len(several) - 1] == ("decode", 64, 0, False)
-    assert several[-1] == ("prompt", 2048, 8, False)
+    assert [key for key in several if key[2] == 8][-1] == ("prompt", 2048, 8, False)
+    assert several[-1] == ("prompt", 2048, 64, False)
     assert not any(key[3] for key in captured), "nobody asked for filters"
 
 
@@ -123,12 +124,13 @@ def test_a_mixed_step_of_few_rows_is_captured_like_one_of_prompts(captured) -> N
 @pytest.mark.parametrize(
     ("options", "plan"),
     [
-        ({}, plan_of(8, 30)),
+        ({}, plan_of(64, 30)),
+        ({"costs": LARGE}, plan_of(8, 300)),
         ({}, plan_of(0, 4000)),
         ({}, plan_of(2, 30, computed=[5, 3000])),
         ({"deterministic": True}, plan_of(1, 30)),
     ],
-    ids=["many rows", "long prompt", "long context", "deterministic"],
+    ids=["many rows", "many rows of a large model", "long prompt", "long context", "deterministic"],
 )
 def test_other_mixed_steps_and_long_prompts_have_no_graph(captured, options, plan) -> None:
     cache = make_cache(**options)
@@ -150,3 +152,22 @@ def test_a_prompt_is_padded_only_where_that_is_quicker_than_launching(captured) 
     assert large.find(plan_of(0, 760), False) is not None, "close to the captured size"
     assert large.find(plan_of(0, 70), False) is not None, "bound by the bytes of the weights"
     assert large.find(plan_of(0, 768), False) is not None
+
+
+def test_models_bound_by_launches_have_sizes_of_more_rows_and_tokens() -> None:
+    tiny = StepCosts(weight_bytes=200_000_000, flops_per_token=200_000_000, num_launches=270)
+    limits = StepLimits(256, 8448, 4096, 64)
+    sizes = prompt_sizes(tiny, limits)
+    assert list(sizes) == [1, 8, 64]
+    assert sizes[8][-4:] == sizes[64][-4:] == (3072, 4096, 6144, 8448)
+    assert sizes[64][0] == 64, "a row has a token at least"
+    assert prompt_sizes(SMALL, limits)[8][-1] == 2048
+    assert prompt_sizes(SMALL, limits)[64][-1] == 2048
+    assert prompt_sizes(LARGE, limits)[8] == prompt_sizes(SMALL, limits)[8]
+    assert prompt_sizes(LARGE, limits)[64] == (64, 128)
+
+
+def test_small_limits_leave_sizes_within_them_or_none() -> None:
+    assert list(prompt_sizes(SMALL, StepLimits(20, 3000, 4096, 64))) == [1, 8, 20]
+    assert prompt_sizes(SMALL, StepLimits(4, 100, 4096, 64)) == {1: (16, 32, 64), 4: (16, 32, 64)}
+    assert prompt_sizes(SMALL, StepLimits(1, 8, 4096, 64)) == {}
