@@ -13,12 +13,13 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.gpu.buffers import new_shared_buffers
 from engine.gpu.decoder import GpuDecoder
-from engine.gpu.graph_cache import GraphCache, decode_sizes
+from engine.gpu.graph_cache import GraphCache, num_graphs
 from engine.gpu.kv_memory import new_kv_memory
 from engine.gpu.linear import Linears
 from engine.gpu.memory import MemoryPlan, StepLimits, plan_memory
-from engine.gpu.row_tables import RowTables, SampleKind
+from engine.gpu.row_tables import RowTables
 from engine.gpu.runner import GpuRunner
+from engine.gpu.step_costs import step_costs
 from engine.loader import LoadedModel, ProgressCallback, load_dummy, load_model, read_spec
 from engine.model.spec import ModelSpec
 from engine.plan import RunnerInfo
@@ -53,7 +54,7 @@ def build_gpu_runner(config: EngineConfig, progress: ProgressCallback) -> GpuRun
         weight_bytes=loaded.weights.num_bytes(),
         kv_cache_bytes=config.kv_cache_bytes,
         utilization=config.gpu_memory_utilization,
-        num_buckets=len(SampleKind) * len(decode_sizes(limits.max_num_seqs)),
+        num_graphs=num_graphs(step_costs(spec, dtype.itemsize), limits),
         deterministic=config.deterministic,
         device=device,
     )

@@ -8,8 +8,8 @@ prompt for which padding would cost more than launching runs uncaptured always.
 
 A step of few rows that has both prompt chunks and decode rows is captured like one of prompts: a
 decode row is a chunk of one token. Not in deterministic mode, where a decode row's attention is
-always the same. Where launching a step takes the host longer than the device (small models), there
-are sizes for more rows and longer prompts too.
+always the same. Where launching a step may take the host longer than the device, as that of a small
+model does, there are sizes for more rows and longer prompts too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224,
 _PROMPT_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 _PROMPT_ROWS = (1, 8)
 _LONG_PROMPT_TOKENS = (3072, 4096, 6144)
-_MANY_PROMPT_ROWS = 64
+_MANY_PROMPT_ROWS = (64, 256)
 _FEW_ROWS = 8  # decode sizes up to here come before prompts: what a quiet worker needs first
 _MIXED_CONTEXT = 2048
 """Tokens of the longest row that decodes in a step captured like one of prompts: one program of
@@ -53,17 +53,25 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def prompt_sizes(costs: StepCosts, limits: StepLimits) -> dict[int, tuple[int, ...]]:
-    """Rows -> tokens that steps with prompt chunks are captured for, both rising."""
-    budget, most = limits.max_num_batched_tokens, min(_MANY_PROMPT_ROWS, limits.max_num_seqs)
-    common = {size for size in _PROMPT_TOKENS if size <= budget}
-    longer = {
-        size for size in (*_LONG_PROMPT_TOKENS, budget) if _PROMPT_TOKENS[-1] < size <= budget
-    }
-    bound = {size for size in common | longer if costs.is_launch_bound(size)}
-    found = {rows: common | bound for rows in _PROMPT_ROWS if rows < most}
-    found[most] = bound if most > _PROMPT_ROWS[-1] else common | bound
-    found = {rows: {size for size in sizes if size >= rows} for rows, sizes in found.items()}
-    return {rows: tuple(sorted(sizes)) for rows, sizes in found.items() if sizes}
+    """Rows -> tokens that steps with prompt chunks are captured for, both rising; the last rows are
+    max_num_seqs, or the most that there are sizes for."""
+    budget, most = limits.max_num_batched_tokens, limits.max_num_seqs
+    longest = _PROMPT_TOKENS[-1]
+    tokens = {size for size in _PROMPT_TOKENS if size <= budget}
+    longer = {size for size in (*_LONG_PROMPT_TOKENS, budget) if longest < size <= budget}
+    bound = {size for size in tokens | longer if costs.is_launch_bound(size)}
+    found = {}
+    for rows in sorted({min(rows, most) for rows in (*_PROMPT_ROWS, *_MANY_PROMPT_ROWS)}):
+        sizes = bound if rows > _PROMPT_ROWS[-1] else tokens | bound
+        found[rows] = tuple(sorted(size for size in sizes if size >= rows))
+    return {rows: sizes for rows, sizes in found.items() if sizes}
+
+
+def num_graphs(costs: StepCosts, limits: StepLimits) -> int:
+    """Graphs that idle moments may capture: decode steps of each kind of sampling, and steps with
+    prompts without filters and penalties."""
+    prompts = sum(map(len, prompt_sizes(costs, limits).values()))
+    return len(SampleKind) * len(decode_sizes(limits.max_num_seqs)) + prompts
 
 
 class GraphCache:

@@ -15,8 +15,8 @@ from engine.model.spec import ModelSpec
 from kernels.penalties import penalty_table_bytes
 
 _GIB = 1 << 30
-_GRAPH_BYTES_PER_BUCKET = 24 << 20
-"""Upper bound of what one captured decode step keeps: its kernel nodes and their parameters."""
+_BYTES_PER_GRAPH = 24 << 20
+"""Upper bound of what one captured step keeps: its kernel nodes and their parameters."""
 _RUNTIME_BYTES = 768 << 20
 """cuBLAS workspaces, Triton modules and the allocator's slack."""
 
@@ -81,7 +81,7 @@ def plan_memory(
     weight_bytes: int,
     kv_cache_bytes: int,
     utilization: float,
-    num_buckets: int,
+    num_graphs: int,
     deterministic: bool,
     device: torch.device,
 ) -> MemoryPlan:
@@ -93,7 +93,7 @@ def plan_memory(
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     activations = activation_bytes(spec, limits, element_bytes, deterministic)
     penalties = penalty_table_bytes(limits.max_num_seqs, spec.vocab_size)
-    graphs = num_buckets * _GRAPH_BYTES_PER_BUCKET
+    graphs = num_graphs * _BYTES_PER_GRAPH
     reserved = total_bytes - int(total_bytes * utilization)
     available = free_bytes - reserved - activations - penalties - graphs - _RUNTIME_BYTES
     block_bytes = spec.kv_bytes_per_token(element_bytes) * limits.block_size

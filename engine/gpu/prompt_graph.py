@@ -24,6 +24,7 @@ from kernels.step_slots import fetch_inputs
 from kernels.table_updates import apply_block_changes
 
 _CACHED_BLOCKS = 64  # block table entries that a row's prefix hit may bring along
+_MAX_CACHED_BLOCKS = 4096  # the same of all rows
 _ROW_FIELDS = 5
 
 Ints = TypeVar("Ints", IntArray, torch.Tensor)
@@ -126,7 +127,8 @@ class PromptGraph(CapturedStep):
 
 def max_changes(num_tokens: int, num_rows: int, block_size: int) -> int:
     """Block table entries that a captured prompt step may change."""
-    return aligned(num_tokens // block_size + num_rows * (1 + _CACHED_BLOCKS))
+    cached = min(num_rows * _CACHED_BLOCKS, _MAX_CACHED_BLOCKS)
+    return aligned(num_tokens // block_size + num_rows + cached)
 
 
 def num_host_ints(num_tokens: int, num_rows: int, block_size: int) -> int:

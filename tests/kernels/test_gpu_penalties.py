@@ -185,7 +185,7 @@ def test_the_tables_are_in_the_memory_plan_and_refused_with_numbers(
     def planned(limits: StepLimits, kv_cache_bytes: int = 0, deterministic: bool = False):
         return plan_memory(
             spec, limits, element_bytes=2, weight_bytes=0, kv_cache_bytes=kv_cache_bytes,
-            utilization=1.0, num_buckets=0, deterministic=deterministic, device=torch.device("cpu"),
+            utilization=1.0, num_graphs=0, deterministic=deterministic, device=torch.device("cpu"),
         )  # fmt: skip
 
     plan = planned(LIMITS)

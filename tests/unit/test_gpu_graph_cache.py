@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.gpu import graph_cache
-from engine.gpu.graph_cache import GraphCache, prompt_sizes
+from engine.gpu.graph_cache import GraphCache, decode_sizes, num_graphs, prompt_sizes
 from engine.gpu.memory import StepLimits
 from engine.gpu.step_costs import StepCosts
 from engine.plan import StepPlan
@@ -97,8 +97,8 @@ def test_idle_moments_capture_everything_common_once_and_small_decode_sizes_firs
     several = [key for key in captured if key[0] == "prompt" and key[2] > 1]
     assert captured[-len(several) :] == several, "bursts of prompts come last"
     assert captured[-len(several) - 1] == ("decode", 64, 0, False)
-    assert [key for key in several if key[2] == 8][-1] == ("prompt", 2048, 8, False)
-    assert several[-1] == ("prompt", 2048, 64, False)
+    assert [key for key in several if key[2] == 8][-1] == ("prompt", 4096, 8, False)
+    assert several[-1] == ("prompt", 4096, 64, False)
     assert not any(key[3] for key in captured), "nobody asked for filters"
 
 
@@ -126,7 +126,7 @@ def test_a_mixed_step_of_few_rows_is_captured_like_one_of_prompts(captured) -> N
     [
         ({}, plan_of(64, 30)),
         ({"costs": LARGE}, plan_of(8, 300)),
-        ({}, plan_of(0, 4000)),
+        ({"costs": LARGE}, plan_of(0, 4000)),
         ({}, plan_of(2, 30, computed=[5, 3000])),
         ({"deterministic": True}, plan_of(1, 30)),
     ],
@@ -155,16 +155,25 @@ def test_a_prompt_is_padded_only_where_that_is_quicker_than_launching(captured) 
 
 
 def test_models_bound_by_launches_have_sizes_of_more_rows_and_tokens() -> None:
-    tiny = StepCosts(weight_bytes=200_000_000, flops_per_token=200_000_000, num_launches=270)
     limits = StepLimits(256, 8448, 4096, 64)
-    sizes = prompt_sizes(tiny, limits)
-    assert list(sizes) == [1, 8, 64]
-    assert sizes[8][-4:] == sizes[64][-4:] == (3072, 4096, 6144, 8448)
-    assert sizes[64][0] == 64, "a row has a token at least"
-    assert prompt_sizes(SMALL, limits)[8][-1] == 2048
-    assert prompt_sizes(SMALL, limits)[64][-1] == 2048
-    assert prompt_sizes(LARGE, limits)[8] == prompt_sizes(SMALL, limits)[8]
-    assert prompt_sizes(LARGE, limits)[64] == (64, 128)
+    sizes = prompt_sizes(SMALL, limits)
+    assert list(sizes) == [1, 8, 64, 256]
+    for rows in (8, 64, 256):
+        assert sizes[rows][-4:] == (3072, 4096, 6144, 8448)
+    assert (sizes[64][0], sizes[256][0]) == (64, 256), "a row has a token at least"
+    large = prompt_sizes(LARGE, limits)
+    assert large[8] == sizes[8][:-4]
+    assert large[8][-1] == 2048
+    assert large[64] == (64, 128, 256, 512, 768), "longer ones take the device far longer"
+    assert large[256] == (256, 512, 768)
+
+
+def test_the_memory_plan_counts_graphs_of_prompts_too() -> None:
+    limits = StepLimits(256, 8448, 4096, 64)
+    prompts = sum(map(len, prompt_sizes(SMALL, limits).values()))
+    assert prompts > 30
+    assert num_graphs(SMALL, limits) == 3 * len(decode_sizes(256)) + prompts
+    assert num_graphs(LARGE, limits) < num_graphs(SMALL, limits)
 
 
 def test_small_limits_leave_sizes_within_them_or_none() -> None:
