@@ -84,7 +84,10 @@ def interpret_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_runner(
-    directory: Path, num_blocks: int = NUM_BLOCKS, deterministic: bool = True
+    directory: Path,
+    num_blocks: int = NUM_BLOCKS,
+    deterministic: bool = True,
+    limits: StepLimits = LIMITS,
 ) -> GpuRunner:
     """A float32 runner of a Llama that the interpreter is done with soon."""
     device = torch.device(DEVICE)
@@ -92,32 +95,32 @@ def make_runner(
     (directory / "config.json").write_text(json.dumps(_MODEL))
     loaded = load_dummy(directory, torch.float32, device)
     spec = loaded.spec
-    tables = RowTables(LIMITS, spec.vocab_size, device)
-    cache = new_kv_memory(spec, num_blocks, LIMITS.block_size, torch.float32, device)
+    tables = RowTables(limits, spec.vocab_size, device)
+    cache = new_kv_memory(spec, num_blocks, limits.block_size, torch.float32, device)
     decoder = GpuDecoder(
         spec, loaded.weights, cache, tables.block_table, tables.token_table,
         Linears(deterministic, new_gemm_workspace(device)),
     )  # fmt: skip
-    buffers = new_shared_buffers(spec, LIMITS, torch.float32, device, same_bits=deterministic)
+    buffers = new_shared_buffers(spec, limits, torch.float32, device, same_bits=deterministic)
     info = RunnerInfo(
         model="tiny",
         architecture=spec.architecture,
         device=DEVICE,
         dtype="float32",
         vocab_size=spec.vocab_size,
-        max_model_len=LIMITS.max_model_len,
+        max_model_len=limits.max_model_len,
         eos_token_ids=(),
-        block_size=LIMITS.block_size,
+        block_size=limits.block_size,
         num_blocks=num_blocks,
-        max_num_seqs=LIMITS.max_num_seqs,
-        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         load_s=0.0,
         weight_bytes=0,
         kv_bytes=0,
         replays_by_decode=True,
     )
     return GpuRunner(
-        info, decoder, tables, buffers, GraphCache(decoder, tables, buffers, LIMITS), LIMITS
+        info, decoder, tables, buffers, GraphCache(decoder, tables, buffers, limits), limits
     )
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from broker.ring.records import Sampling
+from engine.gpu import graph_cache
+from engine.gpu.memory import StepLimits
 from engine.gpu.row_tables import SampleKind
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
@@ -67,6 +69,26 @@ def test_tokens_are_the_same_with_and_without_graphs_for_prompts(monkeypatch, tm
         pass
     assert any(kind == "prompt" for kind, *_ in graphs._graphs)
     assert generate() == without
+
+
+def test_captured_steps_of_many_rows_that_mix_prompts_and_decoding_give_the_same_tokens(
+    monkeypatch, tmp_path
+) -> None:
+    interpret_graphs(monkeypatch)
+    lengths = RNG.integers(3, 10, 10)
+    runs = [Run(RNG.integers(0, VOCAB, length).tolist(), Sampling()) for length in lengths]
+    options: dict[str, Any] = {"deterministic": False, "limits": StepLimits(16, 32, 64, 16)}
+    expected = generate_ahead(make_runner(tmp_path, **options), runs, 3)
+    monkeypatch.setattr(graph_cache, "_PATIENCE", 1)
+    watched = Watched(make_runner(tmp_path, **options))
+    assert generate_ahead(watched, runs, 3) == expected  # type: ignore[arg-type]
+    mixed = [
+        way
+        for plan, way in zip(watched.plans, watched.ways, strict=True)
+        if 0 < plan.num_decode < len(plan.rows) and len(plan.rows) > 8
+    ]
+    assert mixed
+    assert all(way.startswith("PromptGraph") for way in mixed)
 
 
 def test_eager_steps_and_graphs_of_any_size_share_the_slots(monkeypatch, tmp_path) -> None:
