@@ -124,7 +124,6 @@ def _prefill_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    scale_wide = tl.full([BLOCK_M, BLOCK_N], 1.0, tl.float32) * scale_log2
     # Tiles below `full_end` need no mask unless there is a window.
     first_tile = key_begin // BLOCK_N
     end_tile = last_position // BLOCK_N + 1
@@ -155,9 +154,8 @@ def _prefill_kernel(
             # A row may see no key of the first tiles: keep -inf out of the differences.
             reference = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - reference)
-        # Multiply-adds are written out: how they round is not left to the compiler.
-        p = tl.exp2(tl.fma(s, scale_wide, tl.broadcast_to(-reference[:, None], s.shape)))
-        l = tl.fma(l, alpha, tl.sum(p, axis=1))
+        p = tl.exp2(s * scale_log2 - reference[:, None])
+        l = l * alpha + tl.sum(p, axis=1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=DOT_PRECISION)
         m = m_new
     out = acc / tl.where(lane_mask, l, 1.0)[:, None]
