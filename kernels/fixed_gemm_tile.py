@@ -1,4 +1,6 @@
-"""One tile of the batch-invariant GEMM: where it lies, its sum over a part of K, and its end."""
+"""One tile of the batch-invariant GEMM: where it lies, its sum over a part of K, and its end. The
+small GEMM takes the sum from here.
+"""
 
 from __future__ import annotations
 

@@ -236,11 +236,12 @@ _SMALL_GEMM_TILES: dict[tuple[int, int, int], SmallGemmTile] = {
     (32, 4096, 12288): SmallGemmTile(32, 128, 2, 4, 4),  # in whole steps 67 us faster than 64, 128
     (64, 4096, 12288): SmallGemmTile(64, 128, 2, 4, 4),  # 29.85 us, 3.37 TB/s
     (16, 12288, 4096): SmallGemmTile(32, 128, 1, 4, 4),  # 48.5 us, 4.15 TB/s
-    # In whole steps 55 us faster than 32, 128 by pointers, and 22 faster than 128, 64.
+    # By descriptors, in whole steps 55 us faster than 32, 128 by pointers.
     (64, 12288, 4096): SmallGemmTile(64, 64, 1, 4, 4, tma=True),
     (16, 151936, 1024): SmallGemmTile(64, 128, 1, 4, 5),  # 74.8 us, 4.16 TB/s
     (64, 151936, 1024): SmallGemmTile(64, 64, 1, 4, 6),  # 82.85 us, 3.76 TB/s
     (16, 151936, 4096): SmallGemmTile(64, 128, 1, 4, 5),  # 282.76 us, 4.4 TB/s
+    # By descriptors, in whole steps 22 us faster than 128, 64 by pointers.
     (64, 151936, 4096): SmallGemmTile(64, 64, 1, 4, 6, tma=True),
 }
 
@@ -255,7 +256,7 @@ def small_gemm_tile(m: int, n: int, k: int, element_bytes: int = 2) -> SmallGemm
         if tile is not None:
             return tile
     if m > 16 and k >= WIDE_HIDDEN:
-        return _wide_gemm_tile(n)
+        return _long_gemm_tile(n)
     block_n = 16 if n <= 4096 else 32 if n <= 8192 else 64
     block_k = 256 if m <= 16 and block_n <= 32 else 128
     block_k = min(block_k, max(16, _power_of_2_up(k)))
@@ -263,9 +264,9 @@ def small_gemm_tile(m: int, n: int, k: int, element_bytes: int = 2) -> SmallGemm
     return SmallGemmTile(block_n, block_k, split_k, 2 if block_n == 16 else 4, 4)
 
 
-def _wide_gemm_tile(n: int) -> SmallGemmTile:
-    """For more than 16 rows of a wide model: each column tile reads all of x, so tiles are as wide
-    as fill the processors, with parts of K where there are too few of them."""
+def _long_gemm_tile(n: int) -> SmallGemmTile:
+    """For more than 16 rows of a K as long as a wide model's: each column tile reads all of x, so
+    tiles are wide, with parts of K where too few of them would leave processors idle."""
     if n > 8192:
         return SmallGemmTile(64, 64, 1, 4, 4, tma=True)
     parts = NUM_PROCESSORS // -(-n // 64)

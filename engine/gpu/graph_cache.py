@@ -15,7 +15,7 @@ model does, there are sizes for more rows and longer prompts too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ class GraphCache:
         if plan.num_decode and not self._is_small_mix(plan):
             return None
         num_tokens = int(plan.num_new.sum())
-        rows = _round_up(tuple(self.prompt_sizes), num_rows)
+        rows = _round_up(self.prompt_sizes, num_rows)
         tokens = None if rows is None else _round_up(self.prompt_sizes[rows], num_tokens)
         if rows is None or tokens is None or not self._costs.padding_pays(num_tokens, tokens):
             return None
@@ -175,5 +175,5 @@ class GraphCache:
         return graph
 
 
-def _round_up(sizes: tuple[int, ...], wanted: int) -> int | None:
+def _round_up(sizes: Iterable[int], wanted: int) -> int | None:
     return next((size for size in sizes if size >= wanted), None)
