@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from kernels.cache_tiles import block_of, load_tile
+from kernels.decode_new_token import load_turned, nothing_loaded
 
 
 @triton.jit
@@ -51,7 +53,10 @@ def _scores(
 
 @triton.jit
 def fold_tiles(
-    q,
+    heads_at,
+    q_mask,
+    is_new,
+    turns,
     k_ptr,
     v_ptr,
     table_at,
@@ -77,6 +82,9 @@ def fold_tiles(
     DOT_PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    NEW_TOKENS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add tiles tile_begin .. tile_end - 1 to maximum m [heads], sum l [heads] and weighted values
     acc [D, heads].
@@ -84,7 +92,10 @@ def fold_tiles(
     In order m, l and acc are those of nothing (-inf, 0, 0); otherwise m is finite. group: tiles of
     a group of the nested fold, a power of two. TMA: k_ptr and v_ptr are descriptors. Values of
     slots that nobody wrote are multiplied by zero: the cache holds none that is not finite (see
-    `kernels.rope`).
+    `kernels.rope`). The query, what comes with it, and the rest: see `load_turned`. There must be a
+    tile.
+
+    Returns m, l, acc, the query and the new token as `load_turned` does.
     """
     m_group, l_group, acc_group = m, l, acc
     # One sum for each key of a tile, added up at the end: no exchange between warps in the loop.
@@ -92,6 +103,8 @@ def fold_tiles(
     # A tile in one block: its id is loaded while the tile before is worked on, so that loads of
     # keys depend on no load of their own turn and can be as far ahead as there are stages.
     block_id = block_of(table_at, tile_begin, tile_end, BLOCK_SIZE, TILE)
+    dtype: tl.constexpr = heads_at[0].dtype.element_ty
+    q, raw_k, k_partner, raw_v = nothing_loaded(dtype, BLOCK_H, BLOCK_D)
     for tile in tl.range(tile_begin, tile_end, num_stages=STAGES):
         next_block_id = block_of(table_at, tile + 1, tile_end, BLOCK_SIZE, TILE)
         k, v = load_tile(
@@ -99,6 +112,13 @@ def fold_tiles(
             stride_block, stride_token, dims, BLOCK_SIZE, TILE, D, TMA,
         )  # fmt: skip
         block_id = next_block_id
+        # In here, and not before the loop: the first keys and values are on their way by then.
+        if tile == tile_begin:
+            if PDL:
+                gdc_wait()
+            q, raw_k, k_partner, raw_v = load_turned(
+                heads_at, q_mask, is_new, turns, dims, D, BLOCK_D, NEW_TOKENS, HAS_NORM
+            )
         s = _scores(q, k, tile, begin, seq_len, scale_log2, TILE, DOT_PRECISION)
         m_tile = tl.max(s, axis=0)
         if IN_ORDER:
@@ -122,4 +142,4 @@ def fold_tiles(
             m = m_new
     if not IN_ORDER:
         l = tl.sum(l_keys, axis=0)
-    return m, l, acc
+    return m, l, acc, q, raw_k, k_partner, raw_v

@@ -59,6 +59,48 @@ def turn(
 
 
 @triton.jit
+def nothing_loaded(dtype: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What `load_turned` returns, of zeros."""
+    row = tl.zeros([1, BLOCK_D], dtype)
+    return tl.zeros([BLOCK_H, BLOCK_D], dtype), row, row, tl.zeros([BLOCK_D], dtype)
+
+
+@triton.jit
+def load_turned(
+    heads_at,
+    q_mask,
+    is_new,
+    turns,
+    dims,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NEW_TOKENS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """The query [H, BLOCK_D], and the new token of its row.
+
+    heads_at: pointers to the heads [H, 1] of the query, the new token's key [1, 1] and value
+    [BLOCK_D]. NEW_TOKENS: they are raw, and turned here by turns: cos and sin of `load_angles`,
+    weights of `load_norm`, eps; else only the query is loaded. is_new: the new token is asked for.
+
+    Returns the query, and the raw key and its partners [1, BLOCK_D] and the value [BLOCK_D], zeros
+    where they were not asked for.
+    """
+    q_at, k_at, v_at = heads_at
+    q, raw_k, k_partner, raw_v = nothing_loaded(q_at.dtype.element_ty, q_at.shape[0], BLOCK_D)
+    if NEW_TOKENS:
+        cos, sin, weight, partner_weight, eps = turns
+        row_dims = tl.arange(0, BLOCK_D)
+        raw, partner = load_heads(q_at, q_mask, dims, D)
+        raw_k, k_partner = load_heads(k_at, ((dims < D) & is_new)[None, :], dims, D)
+        raw_v = tl.load(v_at, mask=(row_dims < D) & is_new, other=0.0)
+        q = turn(raw, partner, cos, sin, weight, partner_weight, eps, D, HAS_NORM)
+    else:
+        q = tl.load(q_at + dims[None, :], mask=q_mask, other=0.0)
+    return q, raw_k, k_partner, raw_v
+
+
+@triton.jit
 def keep_new_token(k_ptr, v_ptr, to, k, v, dims, is_here, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Where is_here: write a key [1, BLOCK_D] and a value [BLOCK_D] to the cache, at offset to."""
     row_dims = tl.arange(0, BLOCK_D)

@@ -24,7 +24,6 @@ from kernels.decode_new_token import (
     add_new_token,
     keep_new_token,
     load_angles,
-    load_heads,
     load_norm,
     turn,
 )
@@ -82,6 +81,7 @@ def _paged_decode_kernel(
     NEW_TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     MAX_FINITE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     NUM_Q: tl.constexpr = NUM_KV * GROUP_HEADS
@@ -94,58 +94,60 @@ def _paged_decode_kernel(
     if PDL:
         gdc_launch_dependents()
     # Work list, lengths and tables are older than the kernel before this one (see paged_decode), so
-    # they are read, and the first keys and values asked for, before the wait.
+    # they are read, and the first keys and values loaded, before the wait.
     first, step = tl.program_id(0), tl.num_programs(0)
     num_work = tl.load(counts_ptr, cache_modifier=".cg") * NUM_KV
     is_live = first < num_work
     entry, span, slot = load_item(items_ptr, first, is_live, NUM_KV)
     seq_len, row = load_row(seq_len_ptr, row_ptr, entry, is_live)
-    q_weight, q_partners, k_weight, k_partners = 0.0, 0.0, 0.0, 0.0
+    cos, sin, q_weight, q_partners, k_weight, k_partners = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if NEW_TOKENS:
         cos, sin = load_angles(cos_ptr, sin_ptr, seq_len - 1, dims, is_live, D)
         if HAS_NORM:
             q_weight, q_partners = load_norm(q_norm_ptr, dims, D)
             k_weight, k_partners = load_norm(k_norm_ptr, dims, D)
-    if PDL:
+    if PREFETCH:
         prefetch_tile(
             k_ptr, v_ptr, block_table_ptr + row * table_stride, (first % NUM_KV) * D,
             (span >> 32).to(tl.int32), seq_len, is_live, stride_block, stride_token,
             BLOCK_SIZE, TILE, BLOCK_D,
         )  # fmt: skip
+    if PDL and not NEW_TOKENS:  # the cache has a token of the kernel before
         gdc_wait()
     for work in range(first, num_work, step):
         kv_head = work % NUM_KV
         begin = tl.where(window > 0, tl.maximum(seq_len - window, 0), 0)
         tiles = (seq_len + TILE - 1) // TILE - begin // TILE
+        first_tile = (span >> 32).to(tl.int32)
         end_tile = span.to(tl.int32)
         table_at = block_table_ptr + row * table_stride
         q_heads = kv_head * GROUP_HEADS + lanes
         qkv_at = q_ptr + entry.to(tl.int64) * q_stride
+        k_at = qkv_at + (NUM_Q + kv_head) * D + tl.zeros([1, 1], tl.int32)
+        v_at = qkv_at + (NUM_Q + NUM_KV + kv_head) * D + out_dims
         m = tl.full([BLOCK_H], float("-inf") if IN_ORDER else -1e30, tl.float32)
         l = tl.zeros([BLOCK_H], tl.float32)
         acc = tl.zeros([BLOCK_D, BLOCK_H], tl.float32)
         num_cached = seq_len
+        is_new = False
         if NEW_TOKENS:
             num_cached = seq_len - 1
             is_new = end_tile * TILE >= seq_len  # of this item
-            raw, partner = load_heads(qkv_at + q_heads[:, None] * D, q_mask, dims, D)
-            k_at = qkv_at + (NUM_Q + kv_head) * D + tl.zeros([1, 1], tl.int32)
-            raw_k, k_partner = load_heads(k_at, ((dims < D) & is_new)[None, :], dims, D)
-            v_at = qkv_at + (NUM_Q + NUM_KV + kv_head) * D + out_dims
-            raw_v = tl.load(v_at, mask=(out_dims < D) & is_new, other=0.0)
             new_block = tl.load(table_at + num_cached // BLOCK_SIZE, mask=is_new, other=0)
-            q = turn(raw, partner, cos, sin, q_weight, q_partners, eps, D, HAS_NORM)
+            # One tile at least, though it has no key that counts: the loop loads the query.
             end_tile = tl.minimum(end_tile, (num_cached + TILE - 1) // TILE)
-        else:
-            q = tl.load(qkv_at + q_heads[:, None] * D + dims[None, :], mask=q_mask, other=0.0)
+            end_tile = tl.maximum(end_tile, first_tile + 1)
         # The next item's fields arrive while this one is worked on.
         is_more = work + step < num_work
         next_entry, next_span, next_slot = load_item(items_ptr, work + step, is_more, NUM_KV)
-        m, l, acc = fold_tiles(
-            q, k_tiles, v_tiles, table_at, kv_head * D, (span >> 32).to(tl.int32), end_tile,
+        m, l, acc, q, raw_k, k_partner, raw_v = fold_tiles(
+            (qkv_at + q_heads[:, None] * D, k_at, v_at), q_mask, is_new,
+            (cos, sin, q_weight, q_partners, eps),
+            k_tiles, v_tiles, table_at, kv_head * D, first_tile, end_tile,
             begin, num_cached, scale_log2, stride_block, stride_token, dims,
             group_tiles(tiles, UP_TO_16, UP_TO_64, BEYOND), m, l, acc,
             BLOCK_SIZE, TILE, D, BLOCK_H, BLOCK_D, STAGES, DOT_PRECISION, TMA, IN_ORDER,
+            NEW_TOKENS, HAS_NORM, PDL,
         )  # fmt: skip
         next_seq_len, next_row = load_row(seq_len_ptr, row_ptr, next_entry, is_more)
         if NEW_TOKENS:
@@ -167,6 +169,8 @@ def _paged_decode_kernel(
             tl.store(out_at + dims[:, None], out, mask=out_mask)
         entry, span, slot = next_entry, next_span, next_slot
         seq_len, row = next_seq_len, next_row
+    if PDL:
+        gdc_wait()  # where there was no work; else it was waited for
 
 
 def paged_decode(
@@ -191,9 +195,9 @@ def paged_decode(
     are not in the plan: their output is left alone. The new token's k and v must be in the cache.
     With a plan in order the result of an entry depends on its own tokens and the plan's tile only,
     to the last bit. With pdl, the plan, lengths, rows and block tables are read before the wait for
-    the kernel before: they must have been written by work that a launch without pdl has waited for
-    since (that launch may be plan_decode itself, when at least one kernel lies between it and this
-    one).
+    the kernel before, and with new_tokens so is the cache: they must have been written by work that
+    a launch without pdl has waited for since (that launch may be plan_decode itself, when at least
+    one kernel lies between it and this one).
 
     Args:
         out: [B, HQ, D], last two dimensions contiguous; written.
@@ -262,6 +266,8 @@ def paged_decode(
         NEW_TOKENS=new_tokens is not None,
         HAS_NORM=new_tokens is not None and new_tokens.q_norm is not None,
         MAX_FINITE=torch.finfo(q.dtype).max,
+        # The only row has some tile or other in each program: loaded as soon as it is asked for.
+        PREFETCH=options["PDL"] and len(out) > 1,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers or None,
         **options,
