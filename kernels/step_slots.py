@@ -159,6 +159,20 @@ def begin_decode(
     )  # fmt: skip
 
 
+@triton.jit
+def _fence_system(THREADS: tl.constexpr):
+    """Each of a program's threads: what it stored before is seen, by the host too, before what it
+    stores behind this and behind the next barrier."""
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.u32 $0, 0;",
+        "=r,r,~{memory}",
+        [tl.arange(0, THREADS)],  # one element a thread: one fence
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["num_results"])
 def _publish_kernel(
     host_token_ptr,
@@ -171,9 +185,15 @@ def _publish_kernel(
     host_stride,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
+    FENCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: it raises the count that all of its threads read."""
+    """One program: it raises the count that all of its threads read.
+
+    The host reads tokens and flags once it sees the stamp, so the stamp is stored when every thread
+    has stored its own and has fenced them off, for the whole system.
+    """
     pdl_begin(PDL)
     i = tl.arange(0, BLOCK)
     mask = i < num_results
@@ -183,8 +203,10 @@ def _publish_kernel(
     bad = tl.load(bad_ptr + i, mask=mask)
     tl.store(host_token_ptr + slot * host_stride + i, tokens, mask=mask)
     tl.store(host_bad_ptr + slot * host_stride + i, bad, mask=mask)
+    if FENCE:
+        _fence_system(THREADS)
+    tl.debug_barrier()  # all have fenced off their results, and have read the count
     tl.store(host_stamp_ptr + slot, count)
-    tl.debug_barrier()  # all have read the count
     tl.store(count_ptr, count + 1)
 
 
@@ -199,18 +221,21 @@ def publish_results(
 ) -> None:
     """Last kernel of a step: its results into its slot in host memory, and the count is raised.
 
-    The host may read the slot once an event behind this launch has come.
+    The host may read the slot once it sees the number of the step in `host_stamps`: the stamp comes
+    after the results, and all work before this kernel is done then.
 
     Args:
         host_tokens: int32 [SLOTS, N], host_bad: int8 [SLOTS, N], pinned; the first S written.
-        host_stamps: int64 [SLOTS], pinned; written: the number of the step.
+        host_stamps: int64 [SLOTS], pinned; written last: the number of the step.
         count: int64 [1] on the device; raised by 1.
         tokens: int32 [S], bad: int8 [S], S <= N, may be 0.
         pdl: launch while the kernel before still runs.
     """
+    num_warps = 4
     _publish_kernel[(1,)](
         host_tokens, host_bad, host_stamps, count, tokens, bad,
         len(tokens), host_tokens.stride(0),
-        SLOTS=len(host_tokens), BLOCK=triton.next_power_of_2(host_tokens.shape[1]), num_warps=4,
-        **pdl_options(count, pdl),
+        SLOTS=len(host_tokens), BLOCK=triton.next_power_of_2(host_tokens.shape[1]),
+        THREADS=32 * num_warps, FENCE=not tokens.is_cpu,  # the interpreter has no inline assembly
+        num_warps=num_warps, **pdl_options(count, pdl),
     )  # fmt: skip

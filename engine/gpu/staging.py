@@ -1,10 +1,14 @@
 """Small host buffers in pinned memory: what a step sends to the device and gets back.
 
-At most two steps are in flight, so a ring of three is never written while a step still reads it.
+At most two steps are in flight, so a ring of three is never written while a step still reads it: a
+step is in flight until the host has seen its stamp, which its last kernel writes when all before it
+is done.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +20,8 @@ from kernels.step_slots import publish_results
 
 NUM_SLOTS = 3
 _ALIGNED_INTS = 4
+_LOOK_EVERY_S = 0.02
+"""Without a stamp for so long, a waiting host asks how the device is."""
 
 IntArray = npt.NDArray[np.int32]
 
@@ -50,6 +56,9 @@ class StepSlots:
         self._inputs = self.inputs.numpy()
         self._tokens, self._bad, self._stamps = (tensor.numpy() for tensor in self._outs)
         self._stamps[:] = range(-NUM_SLOTS, 0)
+        self._stamp_view = self._stamps.data  # read in half the time
+        self._fence = threading.Lock()
+        self._is_async = device.type == "cuda"
 
     def next_inputs(self) -> IntArray:
         """Where the host writes the inputs of the step that it launches next. Raises
@@ -68,11 +77,39 @@ class StepSlots:
         self.next_step += 1
         return step
 
+    def wait(self, step: int) -> None:
+        """Return when a launched step has ended: its stamp is in its slot, so all it read and wrote
+        is done with. Keeps a core busy until then; handlers of signals run.
+
+        Raises IntegrityError where the device has nothing left to do and another stamp is there,
+        and what the device failed with.
+        """
+        stamps, slot, now = self._stamp_view, step % NUM_SLOTS, time.monotonic
+        interval_s = _LOOK_EVERY_S if self._is_async else 0.0
+        look_s = now() + interval_s
+        while stamps[slot] != step:
+            if now() < look_s:
+                continue
+            if self._is_idle():
+                self._check(step)  # again: the stamp may have come since the loop read it
+                break
+            look_s = now() + interval_s
+        # The results are read after the stamp. x86 keeps loads in order by itself; elsewhere, what
+        # is loaded before a lock is given back stays before that, and what is loaded after a lock
+        # is taken stays behind that, so it takes one given back and then one taken.
+        for _ in range(2):
+            with self._fence:
+                pass
+
     def results(self, step: int) -> tuple[IntArray, npt.NDArray[np.int8]]:
-        """Tokens and bad flags in the slot of a step that has ended, as views. Raises
+        """Tokens and bad flags in the slot of a step that was waited for, as views. Raises
         IntegrityError where the device has counted fewer steps: its inputs were another's then."""
         self._check(step)
         return self._tokens[step % NUM_SLOTS], self._bad[step % NUM_SLOTS]
+
+    def _is_idle(self) -> bool:
+        """Whether the device has done all that was launched; raises what it failed with."""
+        return not self._is_async or bool(torch.cuda.current_stream().query())
 
     def _check(self, step: int) -> None:
         stamp = self._stamps[step % NUM_SLOTS]

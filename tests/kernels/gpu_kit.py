@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from broker.ring.records import Finish, Sampling, Submit
-from engine.gpu import runner as runner_module
 from engine.gpu.buffers import new_shared_buffers
 from engine.gpu.captured import CapturedStep
 from engine.gpu.decoder import GpuDecoder
@@ -63,16 +62,6 @@ class Run:
     prefix: Sequence[int] = ()
 
 
-class _Event:
-    """Stands in for a CUDA event where everything happens at once."""
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
 def interpret_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: graphs that are launched kernel by kernel."""
     if IS_NATIVE:
@@ -80,7 +69,6 @@ def interpret_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapturedStep, "capture", lambda self, spare, pool: self.run(spare))
     monkeypatch.setattr(CapturedStep, "replay", lambda self: self.run(self._slots))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(runner_module, "_new_event", _Event)
 
 
 def make_runner(

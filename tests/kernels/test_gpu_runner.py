@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from broker.ring.records import Sampling
+from engine.errors import IntegrityError
 from engine.gpu import graph_cache
+from engine.gpu.captured import CapturedStep
 from engine.gpu.memory import StepLimits
 from engine.gpu.row_tables import SampleKind
 from engine.plan import StepPlan, StepResult
@@ -121,6 +123,34 @@ def test_a_step_that_failed_in_its_launch_has_no_slot(monkeypatch, tmp_path) -> 
     assert runner._slots.count.item() == runner._slots.next_step
     again = Scheduler(runner.info, enable_prefix_cache=False)
     assert generate_ahead(runner, RUNS[:1], 3, again) == expected
+
+
+@pytest.mark.skipif(IS_NATIVE, reason="the device is a fake one")
+def test_tokens_are_read_when_the_device_has_run_their_step(monkeypatch, tmp_path) -> None:
+    """On a device that works only while the host asks how it is."""
+    interpret_graphs(monkeypatch)
+    runner = make_runner(tmp_path)
+    expected = generate_ahead(runner, RUNS[:1], 3, is_ahead=False)
+    waiting: list[CapturedStep] = []
+
+    class Stream:
+        def query(self) -> bool:
+            if not waiting:
+                return True
+            step = waiting.pop()
+            step.run(step._slots)
+            return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturedStep, "replay", lambda self: waiting.append(self))
+        patch.setattr(torch.cuda, "current_stream", Stream)
+        patch.setattr(runner._slots, "_is_async", True)
+        again = Scheduler(runner.info, enable_prefix_cache=False)
+        assert generate_ahead(runner, RUNS[:1], 3, again, is_ahead=False) == expected
+        patch.setattr(CapturedStep, "replay", lambda self: None)
+        last = Scheduler(runner.info, enable_prefix_cache=False)
+        with pytest.raises(IntegrityError, match="holds the results of step"):
+            generate_ahead(runner, RUNS[:1], 3, last, is_ahead=False)
 
 
 @pytest.mark.gpu
