@@ -237,7 +237,7 @@ class StepTimer:
             variant.share, self._size, SampleKind.PLAIN, tiled, tables, buffers, block_size, slots
         )
         try:
-            graph.capture(self._cache.spare, self._cache._pool)
+            graph.capture(self._cache.spare, self._cache._site)
         except (TritonError, ValueError, RuntimeError) as error:
             if not is_refusal(error):
                 raise

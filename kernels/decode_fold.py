@@ -84,6 +84,7 @@ def fold_tiles(
     IN_ORDER: tl.constexpr,
     NEW_TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    LATE_QUERY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add tiles tile_begin .. tile_end - 1 to maximum m [heads], sum l [heads] and weighted values
@@ -92,10 +93,10 @@ def fold_tiles(
     In order m, l and acc are those of nothing (-inf, 0, 0); otherwise m is finite. group: tiles of
     a group of the nested fold, a power of two. TMA: k_ptr and v_ptr are descriptors. Values of
     slots that nobody wrote are multiplied by zero: the cache holds none that is not finite (see
-    `kernels.rope`). The query, what comes with it, and the rest: see `load_turned`. There must be a
-    tile.
+    `kernels.rope`). The query and what comes with it: see `load_turned`. LATE_QUERY: with PDL the
+    wait is in here, and there must be a tile.
 
-    Returns m, l, acc, the query and the new token as `load_turned` does.
+    Returns m, l, acc, and what `load_turned` returns.
     """
     m_group, l_group, acc_group = m, l, acc
     # One sum for each key of a tile, added up at the end: no exchange between warps in the loop.
@@ -103,8 +104,13 @@ def fold_tiles(
     # A tile in one block: its id is loaded while the tile before is worked on, so that loads of
     # keys depend on no load of their own turn and can be as far ahead as there are stages.
     block_id = block_of(table_at, tile_begin, tile_end, BLOCK_SIZE, TILE)
-    dtype: tl.constexpr = heads_at[0].dtype.element_ty
-    q, raw_k, k_partner, raw_v = nothing_loaded(dtype, BLOCK_H, BLOCK_D)
+    if LATE_QUERY:
+        dtype: tl.constexpr = heads_at[0].dtype.element_ty
+        q, raw_k, k_partner, raw_v = nothing_loaded(dtype, BLOCK_H, BLOCK_D)
+    else:
+        q, raw_k, k_partner, raw_v = load_turned(
+            heads_at, q_mask, is_new, turns, dims, D, BLOCK_D, NEW_TOKENS, HAS_NORM
+        )
     for tile in tl.range(tile_begin, tile_end, num_stages=STAGES):
         next_block_id = block_of(table_at, tile + 1, tile_end, BLOCK_SIZE, TILE)
         k, v = load_tile(
@@ -113,7 +119,7 @@ def fold_tiles(
         )  # fmt: skip
         block_id = next_block_id
         # In here, and not before the loop: the first keys and values are on their way by then.
-        if tile == tile_begin:
+        if LATE_QUERY and tile == tile_begin:
             if PDL:
                 gdc_wait()
             q, raw_k, k_partner, raw_v = load_turned(

@@ -80,3 +80,31 @@ def load_turned_queries(
             weight, partner_weight = load_norm(norm_ptr, dims, D)
         turned = turn(x, partner, cos, sin, weight, partner_weight, eps, D, HAS_NORM)
     return turned
+
+
+@triton.jit
+def load_queries(
+    q_at,
+    mask,
+    positions,
+    dims,
+    cos_ptr,
+    sin_ptr,
+    norm_ptr,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TURNS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Queries [M, BLOCK_D] at pointers q_at [M, 1], with TURNS normed and turned to their
+    positions [M]."""
+    if TURNS:
+        angles = positions.to(tl.int64)[:, None] * (D // 2)
+        q = load_turned_queries(
+            q_at, mask, dims, cos_ptr + angles, sin_ptr + angles, norm_ptr, eps,
+            D, BLOCK_D, HAS_NORM,
+        )  # fmt: skip
+    else:
+        q = tl.load(q_at + dims[None, :], mask=mask & (dims < D)[None, :], other=0.0)
+    return q

@@ -20,13 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.cache_tiles import cache_tiles, gather_kv, takes_tiles, tile_bytes
 from kernels.decode_fold import fold_tiles
 from kernels.decode_items import load_item, load_row, prefetch_tile
-from kernels.decode_new_token import (
-    add_new_token,
-    keep_new_token,
-    load_angles,
-    load_norm,
-    turn,
-)
+from kernels.decode_new_token import add_new_token, keep_new_token, load_angles, load_norm, turn
 from kernels.decode_partials import DecodeWorkspace, join_partials
 from kernels.decode_plan import DecodePlan, group_tiles
 from kernels.new_tokens import NewTokens, new_token_arguments
@@ -81,6 +75,7 @@ def _paged_decode_kernel(
     NEW_TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     MAX_FINITE: tl.constexpr,
+    LATE_QUERY: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -93,8 +88,8 @@ def _paged_decode_kernel(
     out_mask = head_mask[None, :] & (dims < D)[:, None]
     if PDL:
         gdc_launch_dependents()
-    # Work list, lengths and tables are older than the kernel before this one (see paged_decode), so
-    # they are read, and the first keys and values loaded, before the wait.
+    # Work list, lengths and tables are older than the kernel before this one (see paged_decode):
+    # they are read, and with LATE_QUERY the first keys and values loaded, before the wait.
     first, step = tl.program_id(0), tl.num_programs(0)
     num_work = tl.load(counts_ptr, cache_modifier=".cg") * NUM_KV
     is_live = first < num_work
@@ -112,7 +107,7 @@ def _paged_decode_kernel(
             (span >> 32).to(tl.int32), seq_len, is_live, stride_block, stride_token,
             BLOCK_SIZE, TILE, BLOCK_D,
         )  # fmt: skip
-    if PDL and not NEW_TOKENS:  # the cache has a token of the kernel before
+    if PDL and not LATE_QUERY:
         gdc_wait()
     for work in range(first, num_work, step):
         kv_head = work % NUM_KV
@@ -147,7 +142,7 @@ def _paged_decode_kernel(
             begin, num_cached, scale_log2, stride_block, stride_token, dims,
             group_tiles(tiles, UP_TO_16, UP_TO_64, BEYOND), m, l, acc,
             BLOCK_SIZE, TILE, D, BLOCK_H, BLOCK_D, STAGES, DOT_PRECISION, TMA, IN_ORDER,
-            NEW_TOKENS, HAS_NORM, PDL,
+            NEW_TOKENS, HAS_NORM, LATE_QUERY, PDL,
         )  # fmt: skip
         next_seq_len, next_row = load_row(seq_len_ptr, row_ptr, next_entry, is_more)
         if NEW_TOKENS:
@@ -200,16 +195,14 @@ def paged_decode(
     one kernel lies between it and this one).
 
     Args:
-        out: [B, HQ, D], last two dimensions contiguous; written.
-        q: [B, HQ, D], last two dimensions contiguous (may be a view of packed qkv rows).
+        out: [B, HQ, D], last two dimensions contiguous; written. q: the same, read (may be a view
+            of packed qkv rows).
         k_cache, v_cache: [num_blocks, block_size, HKV, D], contiguous, dtype of q.
         block_tables: int32 [max rows, max blocks].
-        rows: int32 [B], row of each entry in block_tables.
-        seq_lens: int32 [B], tokens of each entry including the new one; the lengths `plan` was
-            filled for.
-        plan: filled by plan_decode with the same window, and the same tile length.
-        workspace: from new_decode_workspace for this plan.
-        scale: usually D ** -0.5.
+        rows: int32 [B], row of each entry in block_tables. seq_lens: int32 [B], tokens of each
+            entry including the new one; the lengths `plan` was filled for.
+        plan: filled by plan_decode with the same window and tile length. workspace: from
+            new_decode_workspace for it. scale: usually D ** -0.5.
         window: sliding window in tokens, the query's own included; 0: none.
         pdl: launch while the kernel before still runs.
         new_tokens: q is a view of packed qkv rows as they come from the projection (q heads, k
@@ -266,6 +259,8 @@ def paged_decode(
         NEW_TOKENS=new_tokens is not None,
         HAS_NORM=new_tokens is not None and new_tokens.q_norm is not None,
         MAX_FINITE=torch.finfo(q.dtype).max,
+        # Not where the cache has a token of the kernel before, nor where registers are short.
+        LATE_QUERY=new_tokens is not None and q.element_size() == 2,
         # The only row has some tile or other in each program: loaded as soon as it is asked for.
         PREFETCH=options["PDL"] and len(out) > 1,
         num_warps=tile.num_warps,

@@ -21,7 +21,7 @@ from kernels.cache_tiles import (
     takes_tiles,
     tile_bytes,
 )
-from kernels.new_tokens import NewTokens, load_turned_queries, new_token_arguments
+from kernels.new_tokens import NewTokens, load_queries, new_token_arguments
 from kernels.paged_decode import LOG2_E
 from kernels.shared_memory import fitting_stages
 from kernels.tiles import PrefillTile, prefill_tile
@@ -99,24 +99,16 @@ def _prefill_kernel(
     num_computed = seq_len - num_new
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    dim_mask = dims < D
     q_index = first + lanes // GROUP_HEADS
     lane_mask = (lanes < BLOCK_Q * GROUP_HEADS) & (q_index < num_new)
     q_heads = kv_head * GROUP_HEADS + lanes % GROUP_HEADS
     q_rows = (token_begin + q_index).to(tl.int64)
     lane_offsets = q_heads[:, None] * D + dims[None, :]
-    q_mask = lane_mask[:, None] & dim_mask[None, :]
+    q_mask = lane_mask[:, None]
+    q_at = q_ptr + q_rows[:, None] * q_stride + q_heads[:, None] * D
     last_position = num_computed + tl.minimum(first + BLOCK_Q, num_new) - 1
     # Lanes without a token see what the last one sees: keys beyond may be anything.
     q_positions = tl.minimum(num_computed + q_index, last_position)
-    if TURNS:
-        angles = q_positions.to(tl.int64)[:, None] * (D // 2)
-        q = load_turned_queries(
-            q_ptr + q_rows[:, None] * q_stride + q_heads[:, None] * D, lane_mask[:, None], dims,
-            cos_ptr + angles, sin_ptr + angles, q_norm_ptr, eps, D, BLOCK_D, HAS_NORM,
-        )  # fmt: skip
-    else:
-        q = tl.load(q_ptr + q_rows[:, None] * q_stride + lane_offsets, mask=q_mask, other=0.0)
     key_begin = 0
     if HAS_WINDOW:
         key_begin = tl.maximum(num_computed + first - window + 1, 0)
@@ -133,6 +125,13 @@ def _prefill_kernel(
     # Ids are loaded a turn ahead: loads of keys depend on no load of their own turn and can be as
     # far ahead as there are stages.
     block_id = block_of(table_at, first_tile, end_tile, BLOCK_SIZE, BLOCK_N)
+    if TMA:
+        q = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
+    else:
+        q = load_queries(
+            q_at, q_mask, q_positions, dims, cos_ptr, sin_ptr, q_norm_ptr, eps,
+            D, BLOCK_D, TURNS, HAS_NORM,
+        )  # fmt: skip
     # One loop, though few tiles have a mask: a second one would begin with no keys on their way.
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         next_block_id = block_of(table_at, tile + 1, end_tile, BLOCK_SIZE, BLOCK_N)
@@ -141,6 +140,13 @@ def _prefill_kernel(
             stride_block, stride_token, dims, BLOCK_SIZE, BLOCK_N, D, TMA,
         )  # fmt: skip
         block_id = next_block_id
+        # In here, and not before the loop: the first keys and values are on their way by then. Not
+        # where registers are short, in which they then stay.
+        if TMA and tile == first_tile:
+            q = load_queries(
+                q_at, q_mask, q_positions, dims, cos_ptr, sin_ptr, q_norm_ptr, eps,
+                D, BLOCK_D, TURNS, HAS_NORM,
+            )  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
         if tile >= full_end:
             keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -160,7 +166,7 @@ def _prefill_kernel(
         m = m_new
     out = acc / tl.where(lane_mask, l, 1.0)[:, None]
     out_at = out_ptr + q_rows[:, None] * out_stride + lane_offsets
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=q_mask & (dims < D)[None, :])
 
 
 def prefill_attention(

@@ -20,12 +20,21 @@ _MARGIN_BYTES = 4096
 def fitting_stages(stages: int, stage_bytes: int) -> int:
     """Most stages up to `stages` whose buffers, of stage_bytes for each but the first, fit on the
     current device; at least 1."""
-    if triton.knobs.runtime.interpret:
-        return stages
-    limit = _shared_bytes(driver.active.get_current_device())
+    limit = _limit_bytes()
     if limit >= TABLE_BYTES:
         return stages
     return max(1, min(stages, (limit - _MARGIN_BYTES) // stage_bytes + 1))
+
+
+def fits(num_bytes: int) -> bool:
+    """Whether a program's buffers of so many bytes fit on the current device."""
+    return num_bytes <= _limit_bytes() - _MARGIN_BYTES
+
+
+def _limit_bytes() -> int:
+    if triton.knobs.runtime.interpret:
+        return TABLE_BYTES
+    return _shared_bytes(driver.active.get_current_device())
 
 
 @cache

@@ -3,29 +3,27 @@ weights read ahead.
 
 For N too small to fill the GPU, K is split: each program leaves a partial tile, that of the last
 part adds them up in order, so results do not vary from run to run. A norm between two products
-may be shared by their ends: see deferred_norm.py.
+may be shared by their ends: see deferred_norm.py. Small weights of few rows have no loop over K:
+see held_gemm.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.activation import silu_mul_values
-from kernels.deferred_norm import (
-    NextNorm,
-    ScaledInput,
-    leave_scaled,
-    load_squares,
-    row_factors,
-)
+from kernels.deferred_norm import NextNorm, ScaledInput, load_squares
 from kernels.descriptors import takes_descriptors, tiles_of
 from kernels.fixed_gemm_tile import sum_by_descriptors, sum_by_pointers
 from kernels.gemv import gemv
+from kernels.held_gemm import HeldTile, held_linear, held_tile
 from kernels.norm import rms_norm
 from kernels.pdl import pdl_options, prefetch_l2
+from kernels.product_end import ProductEnd, end_product
 from kernels.shared_memory import fitting_stages
 from kernels.split_k import GemmWorkspace, add_parts
 from kernels.tiles import SmallGemmTile, small_gemm_tile
@@ -85,6 +83,7 @@ def _small_gemm_kernel(
     # Rows past the end read the last one: no mask in the loop, their results are not stored.
     safe_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
     weight_at = weight_ptr + safe_rows[:, None] * weight_stride + columns[None, :]
+    bias, residual, next_norm, squares = 0.0, 0.0, 0.0, 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + safe_rows)
     if HAS_NEXT_NORM:
@@ -127,24 +126,12 @@ def _small_gemm_kernel(
             acc, partial_ptr, block, tl.program_id(1), SPLIT_K, BLOCK_M, BLOCK_N
         )
     if is_final:
-        if X_SQUARES > 0:
-            factors = row_factors(squares, eps, K)[:, None]
-            acc *= factors
-            up_acc *= factors
-        if GLU:
-            acc = silu_mul_values(acc, up_acc)
-        if HAS_BIAS:
-            acc += bias.to(tl.float32)[None, :]
-        if HAS_RESIDUAL:
-            acc += residual.to(tl.float32)
-        out_at = out_ptr + long_tokens * out_stride + rows[None, :]
-        rounded = acc.to(out_ptr.dtype.element_ty)
-        tl.store(out_at, rounded, mask=mask)
-        if HAS_NEXT_NORM:
-            leave_scaled(
-                rounded, next_norm, block, rows, mask, scaled_ptr, scaled_stride,
-                squares_ptr, squares_stride, num_tokens, BLOCK_M,
-            )  # fmt: skip
+        end_product(
+            acc, up_acc, squares, bias, residual, next_norm, block, rows, mask,
+            out_ptr, out_stride, scaled_ptr, scaled_stride, squares_ptr, squares_stride,
+            num_tokens, eps,
+            K, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT_NORM, X_SQUARES, GLU, BLOCK_M,
+        )  # fmt: skip
 
 
 def small_linear(
@@ -161,7 +148,7 @@ def small_linear(
     residual: torch.Tensor | None = None,
     next_norm: NextNorm | None = None,
     pdl: bool = True,
-    tile: SmallGemmTile | None = None,
+    tile: SmallGemmTile | HeldTile | None = None,
 ) -> ScaledInput | None:
     """out = f(x) W^T + bias + residual, for at most MAX_SMALL_M rows; glu: silu(f(x) Wg^T) * f(x)
     Wu^T.
@@ -183,7 +170,8 @@ def small_linear(
         residual: [M, N], last dimension contiguous.
         next_norm: the norm of out, which the next product takes in place of a launch for it. What
             it writes may not overlap x or residual.
-        pdl: launch while the kernel before still runs. tile: None: from the table.
+        pdl: launch while the kernel before still runs. tile: None: from the tables; a HeldTile:
+            without a loop over K (see held_gemm.py).
 
     Returns:
         With next_norm, what stands for that norm of out as the next product's x.
@@ -214,54 +202,55 @@ def small_linear(
         rms_norm(norm_scratch, x, norm_weight, eps, pdl=pdl)
         x = norm_scratch
     if tile is None:
-        tile = small_gemm_tile(num_tokens, num_rows, k, x.element_size())
-    # Beyond 16 rows the 64-row matrix instruction beats two or three 16-row ones.
-    block_m = 16 if num_tokens <= 16 else 64
-    num_blocks, split_k = triton.cdiv(num_rows, tile.block_n), tile.split_k
+        shape = (num_tokens, num_rows, k, x.element_size())
+        tile = held_tile(*shape, glu) or small_gemm_tile(*shape)
+    num_blocks = triton.cdiv(num_rows, tile.block_n)
     scaled_out = None if next_norm is None else next_norm.input_of(num_blocks)
-    if glu or not workspace.holds(num_blocks, split_k, block_m * tile.block_n):
-        split_k = 1
+    if glu or not workspace.holds(num_blocks, tile.split_k, _block_m(num_tokens) * tile.block_n):
+        tile = replace(tile, split_k=1)
+    end = ProductEnd(bias, residual, squares, next_norm, eps, glu)
+    if isinstance(tile, HeldTile):
+        held_linear(out, x, weight, end, workspace, tile, pdl)
+    else:
+        _looped_linear(out, x, weight, end, workspace, tile, pdl)
+    return scaled_out
+
+
+def _block_m(num_tokens: int) -> int:
+    """Beyond 16 rows the 64-row matrix instruction beats two or three 16-row ones."""
+    return 16 if num_tokens <= 16 else 64
+
+
+def _looped_linear(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    end: ProductEnd,
+    workspace: GemmWorkspace,
+    tile: SmallGemmTile,
+    pdl: bool,
+) -> None:
+    """`small_linear` by a loop over K."""
+    block_m, size, num_rows = _block_m(len(x)), x.element_size(), end.num_outputs(weight)
     tma = tile.tma and takes_descriptors(x, weight)
-    _small_gemm_kernel[(num_blocks, split_k)](
+    _small_gemm_kernel[(triton.cdiv(num_rows, tile.block_n), tile.split_k)](
         out,
         tiles_of(x, block_m, tile.block_k) if tma else x,
         tiles_of(weight, tile.block_n, tile.block_k) if tma else weight,
         weight,
-        bias if bias is not None else weight,
-        residual if residual is not None else x,
-        squares if squares is not None else workspace.partials,
-        next_norm.weight if next_norm is not None else weight,
-        next_norm.scaled if next_norm is not None else out,
-        next_norm.squares if next_norm is not None else workspace.partials,
-        workspace.partials,
-        num_tokens,
-        num_rows,
-        out.stride(0),
-        x.stride(0),
-        weight.stride(0),
-        residual.stride(0) if residual is not None else 0,
-        squares.stride(0) if squares is not None else 0,
-        next_norm.scaled.stride(0) if next_norm is not None else 0,
-        next_norm.squares.stride(0) if next_norm is not None else 0,
-        eps,
-        K=k,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_NEXT_NORM=next_norm is not None,
-        X_SQUARES=squares.shape[1] if squares is not None else 0,
-        GLU=glu,
+        *end.arguments(out, x, weight, workspace.partials),
+        **end.constants(x),
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        SPLIT_K=split_k,
-        STAGES=fitting_stages(tile.num_stages, tile.stage_bytes(block_m, glu, x.element_size())),
-        PREFETCH_LINES=max(tile.block_k * x.element_size() // 128, 1) * tile.prefetch_tiles,
+        SPLIT_K=tile.split_k,
+        STAGES=fitting_stages(tile.num_stages, tile.stage_bytes(block_m, end.glu, size)),
+        PREFETCH_LINES=max(tile.block_k * size // 128, 1) * tile.prefetch_tiles,
         DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         TMA=tma,
         num_warps=tile.num_warps,
         **pdl_options(out, pdl),
     )
-    return scaled_out
 
 
 def small_linear_ref(

@@ -6,13 +6,28 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from engine.gpu.staging import IntArray, StepSlots
 from engine.plan import StepPlan
 from kernels.carveout import shared_memory_share
+
+
+class CaptureSite:
+    """What captured steps share: a memory pool, and the stream on which each is compiled, since
+    cuBLAS keeps a workspace for every stream that it has seen."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Made for the first capture."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self._stream
 
 
 class CapturedStep(ABC):
@@ -39,10 +54,10 @@ class CapturedStep(ABC):
         """Launch the step's kernels on the current stream: the inputs of its slot first, `publish`
         last."""
 
-    def capture(self, spare: StepSlots, pool: Any) -> None:
+    def capture(self, spare: StepSlots, site: CaptureSite) -> None:
         """Compile by a step of padding in the spare slots, then record; waits for all work that
         was launched before. No step of `slots` is counted."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = site.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), shared_memory_share(self.shared_percent):
             self.run(spare)
@@ -52,7 +67,7 @@ class CapturedStep(ABC):
         with (
             _no_garbage_collection(),
             shared_memory_share(self.shared_percent),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=site.pool, capture_error_mode="thread_local"),
         ):
             self.run(self._slots)
         self._graph = graph

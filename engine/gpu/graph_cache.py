@@ -18,9 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-
 from engine.gpu.buffers import SharedBuffers
+from engine.gpu.captured import CaptureSite
 from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.decoder import GpuDecoder
 from engine.gpu.memory import StepLimits
@@ -102,7 +101,7 @@ class GraphCache:
         self._decode_sizes = decode_sizes(limits.max_num_seqs)
         self._graphs: dict[Key, CapturedPlan] = {}
         self._missed: Counter[Key] = Counter()  # plans that found no graph, by key
-        self._pool = torch.cuda.graph_pool_handle()
+        self._site = CaptureSite()
 
     @property
     def num_captured(self) -> int:
@@ -170,7 +169,7 @@ class GraphCache:
             "prompt": lambda: PromptGraph(size, rows, kind, *self._parts),
         }
         graph: CapturedPlan = make[what]()
-        graph.capture(self.spare, self._pool)
+        graph.capture(self.spare, self._site)
         self._graphs[key] = graph
         return graph
 

@@ -66,7 +66,7 @@ def interpret_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: graphs that are launched kernel by kernel."""
     if IS_NATIVE:
         return
-    monkeypatch.setattr(CapturedStep, "capture", lambda self, spare, pool: self.run(spare))
+    monkeypatch.setattr(CapturedStep, "capture", lambda self, spare, site: self.run(spare))
     monkeypatch.setattr(CapturedStep, "replay", lambda self: self.run(self._slots))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 

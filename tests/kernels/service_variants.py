@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import triton
 
-import engine.gpu.runner as runner_module
 from bench.compile_check import DTYPES, LIMITS, parts_of, two_layer_spec
 from bench.offline import pretend
 from broker.ring.records import Sampling
@@ -66,25 +65,14 @@ class Seen:
         return True
 
 
-class Event:
-    """Of a device that does nothing."""
-
-    def record(self) -> None:
-        """At once."""
-
-    def synchronize(self) -> None:
-        """At once."""
-
-
 def stand_in_for_a_device(seen: Seen) -> None:
     """Graphs are launched kernel by kernel, and every launch is noted only."""
     pretend()
     triton.knobs.runtime.jit_cache_hook = seen.note
-    CapturedStep.capture = lambda self, spare, pool: self.run(spare)  # type: ignore[method-assign]
+    CapturedStep.capture = lambda self, spare, site: self.run(spare)  # type: ignore[method-assign]
     CapturedStep.replay = lambda self: self.run(self._slots)  # type: ignore[method-assign]
     StepSlots._check = lambda self, step: None  # type: ignore[method-assign]
     torch.cuda.graph_pool_handle = lambda: None  # type: ignore[assignment,return-value]
-    runner_module._new_event = Event  # type: ignore[assignment]
 
 
 def make_runner(

@@ -21,6 +21,7 @@ from kernels.fixed_tiles import (
     m_bucket,
     read_table,
 )
+from kernels.held_gemm import HeldTile, held_tile
 from kernels.small_gemm import small_linear, small_linear_ref
 from kernels.split_k import EMPTY, new_gemm_workspace
 from kernels.tiles import SmallGemmTile, small_gemm_tile
@@ -73,6 +74,37 @@ def test_split_k_adds_every_part_once_and_leaves_the_workspace_empty(fusion, spl
         expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
         assert relative_error(out, expected) < TOLERANCE[dtype]
         assert (workspace.partials == EMPTY).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile"),
+    [
+        (2, 70, 96, HeldTile(16, 1, 4)),
+        (8, 33, 576, HeldTile(32, 1, 2)),
+        (13, 48, 328, HeldTile(16, 3, 4)),
+        (5, 40, 512, HeldTile(16, 2, 4)),
+        (16, 16, 64, HeldTile(16, 1, 8)),
+    ],
+)
+def test_weights_held_in_shared_memory_give_the_same_product(dtype, fusion, m, n, k, tile) -> None:
+    x, weight, options = arguments(m, n, k, fusion, dtype)
+    workspace = new_gemm_workspace(torch.device(DEVICE))
+    expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
+    for _ in range(2):
+        out, scratch = poisoned(m, n, dtype=dtype), poisoned(m, k, dtype=dtype)
+        small_linear(out, x, weight, workspace, **options, norm_scratch=scratch, tile=tile)
+        assert relative_error(out, expected) < TOLERANCE[dtype]
+        assert (workspace.partials == EMPTY).all()
+
+
+def test_weights_are_held_where_they_are_small_and_of_two_bytes() -> None:
+    assert held_tile(8, 4096, 1024, 2, glu=False) == HeldTile(32, 1, 4)
+    assert held_tile(8, 512, 896, 2, glu=False) is not None, "a shape that nobody measured"
+    assert held_tile(16, 576, 576, 2, glu=False) is not None
+    for m, n, k, size in ((9, 4096, 1024, 2), (8, 4096, 1024, 4), (8, 4096, 4096, 2)):
+        assert held_tile(m, n, k, size, glu=False) is None
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
@@ -135,6 +167,12 @@ def test_small_linear_refuses_what_it_is_not_made_for() -> None:
     x, weight, options = arguments(3, 16, 16, "norm", torch.float32)
     with pytest.raises(ValueError, match="norm_scratch is None"):
         small_linear(poisoned(3, 16), x, weight, workspace, **options)
+    x, weight, _ = arguments(17, 16, 16, "plain", torch.float32)
+    with pytest.raises(ValueError, match="up to 16 rows, x has 17"):
+        small_linear(poisoned(17, 16), x, weight, workspace, tile=HeldTile(16, 1, 4))
+    x, weight, _ = arguments(3, 16, 512, "plain", torch.float32)
+    with pytest.raises(ValueError, match="fewer numbers than threads"):
+        small_linear(poisoned(3, 16), x, weight, workspace, tile=HeldTile(16, 2, 8))
     x, weight, options = arguments(3, 33, 16, "plain", torch.float32)
     norm = NextNorm(poisoned(33), poisoned(3, 33), poisoned(3, 2), 1e-5)
     with pytest.raises(ValueError, match="2 columns for the product's 3 column tiles"):
