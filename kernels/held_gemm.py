@@ -44,11 +44,12 @@ class HeldTile:
 
 _HELD_TILES: dict[tuple[int, int], tuple[int, HeldTile]] = {
     # (N, K) -> most rows, tile; bench/step_search.py on one H200, bf16, whole steps of 8 rows
-    (960, 576): (16, HeldTile(32, 1, 4)),  # 9 us of 566 faster than a loop
-    (576, 576): (16, HeldTile(16, 1, 4)),  # 52 us of 617
+    (960, 576): (0, HeldTile(32, 1, 4)),  # a loop is faster by 16 us of 500
+    (576, 576): (16, HeldTile(16, 1, 4)),  # 52 us of 617 faster than a loop
     (1536, 576): (16, HeldTile(16, 1, 4)),  # 17 us of 597
     (576, 1536): (16, HeldTile(16, 2, 4)),  # 52 us of 627
-    (4096, 1024): (8, HeldTile(32, 1, 4)),  # 55 us of 1,089
+    (4096, 1024): (16, HeldTile(32, 1, 4)),  # 55 us of 1,089; at 16 rows 33 of 1,385
+    (1024, 2048): (4, HeldTile(16, 2, 4)),  # at 2 rows 13 us of 692, at 8 nothing
     (1024, 3072): (8, HeldTile(16, 4, 4)),  # 52 us of 1,336
 }
 

@@ -46,9 +46,9 @@ class DecodeTile:
 
 _DECODE_TILES: dict[tuple[int, int], DecodeTile] = {
     # (head_dim, element bytes)
-    (64, 2): DecodeTile(64, 4, 3, 3, groups=DecodeGroups(4, 8, 16), tma=True),
+    (64, 2): DecodeTile(64, 4, 3, 3, 168, groups=DecodeGroups(4, 8, 16), tma=True),
     (96, 2): DecodeTile(64, 4, 2, 4),
-    (128, 2): DecodeTile(64, 4, 4, 2, tma=True),
+    (128, 2): DecodeTile(64, 4, 3, 2, tma=True),
     (256, 2): DecodeTile(32, 4, 2, 2),
     (64, 4): DecodeTile(64, 4, 2, 2),
     (96, 4): DecodeTile(32, 4, 2, 2),
@@ -62,9 +62,9 @@ _FEW_ROWS_TILES: dict[tuple[int, int], tuple[tuple[int, DecodeTile], ...]] = {
     (64, 2): (
         (1, DecodeTile(64, 4, 4, 1, tma=True)),
         (16, DecodeTile(64, 4, 4, 2, tma=True)),
-        (128, DecodeTile(64, 4, 5, 3, tma=True)),
+        (128, DecodeTile(64, 4, 5, 3, 168, tma=True)),
     ),
-    (128, 2): ((1, DecodeTile(64, 4, 5, 1, tma=True)), (16, DecodeTile(64, 4, 3, 2, tma=True))),
+    (128, 2): ((1, DecodeTile(64, 4, 3, 1, tma=True)),),
 }
 
 WIDE_HIDDEN = 4096
@@ -74,7 +74,7 @@ NUM_PROCESSORS = 132
 
 _WIDE_FEW_ROWS_TILES: dict[tuple[int, int], tuple[tuple[int, DecodeTile], ...]] = {
     # The same for models from WIDE_HIDDEN on, whose products leave all shared memory to attention.
-    (128, 2): ((1, DecodeTile(64, 4, 5, 1, tma=True)),),
+    (128, 2): ((1, DecodeTile(64, 4, 3, 1, tma=True)), (16, DecodeTile(64, 4, 4, 2, tma=True))),
 }
 
 
@@ -82,13 +82,13 @@ def shared_percent(num_rows: int, hidden_size: int, head_dim: int) -> int | None
     """Share of a processor's fast memory that the kernels of a decode step ask for as shared memory
     (see `kernels.carveout`); None: as the driver likes. Measured on one H200 with whole steps.
 
-    One row's products keep their loads in the L1 cache. Of more rows those of a wide model fill all
-    shared memory that there is.
+    One row's products keep their loads in the L1 cache; few rows' wait in shared memory, beside the
+    tiles of attention. Of more rows those of a wide model fill all shared memory that there is.
     """
     if num_rows == 1:
-        return 50
+        return 40 if head_dim <= 64 else 50
     if num_rows <= 16 and hidden_size < WIDE_HIDDEN:
-        return 50 if head_dim <= 64 else 60
+        return 50 if head_dim <= 64 else 75
     return None
 
 

@@ -51,6 +51,7 @@ def test_nothing_is_asked_for_without_a_share_and_in_the_interpreter(monkeypatch
 def test_few_rows_leave_memory_to_the_cache_where_products_are_small() -> None:
     assert shared_percent(1, WIDE_HIDDEN, 128) == 50
     assert shared_percent(8, WIDE_HIDDEN, 128) is None
-    assert shared_percent(8, 1024, 128) == 60
+    assert shared_percent(1, 576, 64) == 40
+    assert shared_percent(8, 1024, 128) == 75
     assert shared_percent(8, 576, 64) == 50
     assert shared_percent(64, 576, 64) is None
