@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from bench.sweep_gemm import gemm_tiles
+from bench.sweep_gemm import gemm_tiles, held_tiles
 from engine.gpu.attention_plans import MAX_SLOTS, AttentionPlans, Plans, num_processors
 from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.graph_cache import decode_sizes
@@ -29,8 +29,9 @@ from engine.loop import EngineLoop
 from engine.model.spec import ModelSpec
 from kernels.decode_plan import new_decode_plan
 from kernels.deferred_norm import ScaledInput
-from kernels.small_gemm import small_linear
-from kernels.tiles import DecodeTile, SmallGemmTile, decode_tile, shared_percent, small_gemm_tile
+from kernels.held_gemm import HeldTile
+from kernels.small_gemm import ProductTile, product_tile, small_linear
+from kernels.tiles import DecodeTile, decode_tile, shared_percent
 from ops.bench.load import Workload
 from ops.bench.profile import started
 
@@ -48,9 +49,9 @@ class Variant:
 
     attention: DecodeTile
     share: int | None
-    products: Mapping[ProductShape, SmallGemmTile] = field(default_factory=dict)
+    products: Mapping[ProductShape, ProductTile] = field(default_factory=dict)
 
-    def with_product(self, shape: ProductShape, tile: SmallGemmTile) -> Variant:
+    def with_product(self, shape: ProductShape, tile: ProductTile) -> Variant:
         """The same with another tile for one product."""
         return replace(self, products={**self.products, shape: tile})
 
@@ -99,8 +100,8 @@ def base_variant(spec: ModelSpec, size: int, dtype: torch.dtype = torch.bfloat16
     """What the engine takes by itself."""
     products = {}
     if 1 < size <= MAX_FUSED_ROWS:
-        for n, k in product_shapes(spec).values():
-            products[n, k] = small_gemm_tile(size, n, k, dtype.itemsize)
+        for name, (n, k) in product_shapes(spec).items():
+            products[n, k] = product_tile(size, n, k, dtype.itemsize, name == "gate_up")
     return Variant(
         decode_tile(spec.head_dim, dtype, size, hidden_size=spec.hidden_size),
         shared_percent(size, spec.hidden_size, spec.head_dim),
@@ -143,7 +144,8 @@ def choices(
             f"rows {rows}: products have tiles of small_linear for 2 to {MAX_FUSED_ROWS} rows"
         )
     for name, (n, k) in product_shapes(spec).items():
-        candidates = gemm_tiles(graph_size(rows), n, k, glu=name == "gate_up")
+        shape = (graph_size(rows), n, k, name == "gate_up")
+        candidates: list[ProductTile] = [*held_tiles(*shape), *gemm_tiles(*shape)]
         found.append(
             [
                 (f"{name}={_short(tile)}", partial(Variant.with_product, shape=(n, k), tile=tile))
@@ -153,20 +155,21 @@ def choices(
     return found
 
 
-def _short(tile: DecodeTile | SmallGemmTile) -> str:
+def _short(tile: DecodeTile | ProductTile) -> str:
     """A tile as the command line writes it."""
     fields = asdict(tile)
     is_tma = fields.pop("tma", False)
     for name in ("groups", "max_registers"):
         fields.pop(name, None)
-    return ",".join(map(str, fields.values())) + (",tma" if is_tma else "")
+    kind = "held," if isinstance(tile, HeldTile) else ""
+    return kind + ",".join(map(str, fields.values())) + (",tma" if is_tma else "")
 
 
 @dataclass(frozen=True, slots=True)
 class TiledLinears(Linears):
     """Products whose tiles are given. tiles: by (outputs, length); others are from the table."""
 
-    tiles: Mapping[ProductShape, SmallGemmTile] = field(default_factory=dict)
+    tiles: Mapping[ProductShape, ProductTile] = field(default_factory=dict)
 
     def fused(
         self, out: torch.Tensor, x: torch.Tensor | ScaledInput, weight: torch.Tensor, **options: Any

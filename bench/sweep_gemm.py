@@ -19,6 +19,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from kernels.gemv import gemv
+from kernels.held_gemm import MAX_HELD_M, HeldTile
+from kernels.shared_memory import TABLE_BYTES
 from kernels.small_gemm import small_linear
 from kernels.split_k import new_gemm_workspace
 from kernels.tiles import GemvTile, SmallGemmTile
@@ -74,6 +76,20 @@ def gemm_tiles(m: int, n: int, k: int, glu: bool) -> list[SmallGemmTile]:
         for split in _splits(n, block_n, warps, glu)
         if k // split >= block_k
     ]
+
+
+def held_tiles(m: int, n: int, k: int, glu: bool) -> list[HeldTile]:
+    """Candidates that hold their weights in shared memory, of two-byte types; none for more rows
+    than they take, or where there are programs for several rounds."""
+    if m > MAX_HELD_M or n > 8192:
+        return []
+    tiles = [
+        HeldTile(block_n, split, warps)
+        for block_n, warps in ((16, 4), (32, 4), (16, 8))
+        for split in ((1,) if glu else (1, 2, 4))
+        if split == 1 or 8 * block_n >= 32 * warps
+    ]
+    return [tile for tile in tiles if tile.shared_bytes(m, k, 2, glu) <= TABLE_BYTES - (4 << 10)]
 
 
 def _splits(n: int, block_n: int, num_warps: int, glu: bool) -> tuple[int, ...]:

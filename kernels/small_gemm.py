@@ -30,6 +30,14 @@ from kernels.tiles import SmallGemmTile, small_gemm_tile
 
 MAX_SMALL_M = 64
 
+ProductTile = SmallGemmTile | HeldTile
+
+
+def product_tile(m: int, n: int, k: int, element_bytes: int, glu: bool) -> ProductTile:
+    """Tile of small_linear for m rows and a weight [n, k], with glu [2 n, k]."""
+    shape = (m, n, k, element_bytes)
+    return held_tile(*shape, glu) or small_gemm_tile(*shape)
+
 
 # Numbers that change from step to step: no new compilation when one becomes 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -148,7 +156,7 @@ def small_linear(
     residual: torch.Tensor | None = None,
     next_norm: NextNorm | None = None,
     pdl: bool = True,
-    tile: SmallGemmTile | HeldTile | None = None,
+    tile: ProductTile | None = None,
 ) -> ScaledInput | None:
     """out = f(x) W^T + bias + residual, for at most MAX_SMALL_M rows; glu: silu(f(x) Wg^T) * f(x)
     Wu^T.
@@ -202,8 +210,7 @@ def small_linear(
         rms_norm(norm_scratch, x, norm_weight, eps, pdl=pdl)
         x = norm_scratch
     if tile is None:
-        shape = (num_tokens, num_rows, k, x.element_size())
-        tile = held_tile(*shape, glu) or small_gemm_tile(*shape)
+        tile = product_tile(num_tokens, num_rows, k, x.element_size(), glu)
     num_blocks = triton.cdiv(num_rows, tile.block_n)
     scaled_out = None if next_norm is None else next_norm.input_of(num_blocks)
     if glu or not workspace.holds(num_blocks, tile.split_k, _block_m(num_tokens) * tile.block_n):

@@ -67,6 +67,11 @@ _FEW_ROWS_TILES: dict[tuple[int, int], tuple[tuple[int, DecodeTile], ...]] = {
     (128, 2): ((1, DecodeTile(64, 4, 3, 1, tma=True)),),
 }
 
+_SAME_BITS_TILES: dict[tuple[int, int], DecodeTile] = {
+    # Where the order of sums is fixed: more arithmetic between loads, which come further ahead.
+    (128, 2): DecodeTile(64, 4, 4, 2, tma=True),
+}
+
 WIDE_HIDDEN = 4096
 
 NUM_PROCESSORS = 132
@@ -105,9 +110,10 @@ def decode_tiles(
     few = _FEW_ROWS_TILES.get(key, ())
     if hidden_size >= WIDE_HIDDEN:
         few = _WIDE_FEW_ROWS_TILES.get(key, few)
+    most = _DECODE_TILES.get(key, DecodeTile(32, 4, 2, 2))
     if same_bits:
-        few = ()
-    return (*few, (1 << 30, _DECODE_TILES.get(key, DecodeTile(32, 4, 2, 2))))
+        few, most = (), _SAME_BITS_TILES.get(key, most)
+    return (*few, (1 << 30, most))
 
 
 def decode_tile(

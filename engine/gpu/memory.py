@@ -15,8 +15,9 @@ from engine.model.spec import ModelSpec
 from kernels.penalties import penalty_table_bytes
 
 _GIB = 1 << 30
-_BYTES_PER_GRAPH = 24 << 20
-"""Upper bound of what one captured step keeps: its kernel nodes and their parameters."""
+_BYTES_PER_GRAPH = 8 << 20
+"""Upper bound of what one captured step keeps: its kernel nodes and their parameters. Idle moments
+took 4.4 MiB a graph for a model of 28 layers and 6.4 for one of 36, on an H200."""
 _RUNTIME_BYTES = 768 << 20
 """cuBLAS workspaces, Triton modules and the allocator's slack."""
 

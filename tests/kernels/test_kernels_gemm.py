@@ -82,7 +82,8 @@ def test_split_k_adds_every_part_once_and_leaves_the_workspace_empty(fusion, spl
     ("m", "n", "k", "tile"),
     [
         (2, 70, 96, HeldTile(16, 1, 4)),
-        (8, 33, 576, HeldTile(32, 1, 2)),
+        (8, 33, 576, HeldTile(16, 1, 2)),
+        (3, 41, 128, HeldTile(32, 1, 4)),
         (13, 48, 328, HeldTile(16, 3, 4)),
         (5, 40, 512, HeldTile(16, 2, 4)),
         (16, 16, 64, HeldTile(16, 1, 8)),
@@ -102,8 +103,10 @@ def test_weights_held_in_shared_memory_give_the_same_product(dtype, fusion, m, n
 def test_weights_are_held_where_they_are_small_and_of_two_bytes() -> None:
     assert held_tile(8, 4096, 1024, 2, glu=False) == HeldTile(32, 1, 4)
     assert held_tile(8, 512, 896, 2, glu=False) is not None, "a shape that nobody measured"
+    assert held_tile(9, 512, 896, 2, glu=False) is None
+    assert held_tile(8, 960, 576, 2, glu=False) is None, "measured, and slower"
     assert held_tile(16, 576, 576, 2, glu=False) is not None
-    for m, n, k, size in ((9, 4096, 1024, 2), (8, 4096, 1024, 4), (8, 4096, 4096, 2)):
+    for m, n, k, size in ((17, 4096, 1024, 2), (8, 4096, 1024, 4), (8, 4096, 4096, 2)):
         assert held_tile(m, n, k, size, glu=False) is None
 
 

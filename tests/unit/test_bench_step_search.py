@@ -22,6 +22,7 @@ from bench.step_variants import (
     share,
 )
 from engine.loader import read_spec
+from kernels.held_gemm import HeldTile
 from kernels.tiles import DecodeGroups, DecodeTile, SmallGemmTile, small_gemm_tile
 from ops.bench.load import Workload
 from ops.bench.shapes import write_shape
@@ -82,6 +83,7 @@ def test_the_base_is_what_the_tables_say(spec) -> None:
     assert base.share == 50
     assert base.attention == DecodeTile(64, 4, 4, 2, tma=True)
     assert base.products[960, 576] == small_gemm_tile(8, 960, 576)
+    assert base.products[576, 1536] == HeldTile(16, 2, 4), "what the engine takes"
     assert set(base.products) == set(product_shapes(spec).values())
     assert base_variant(spec, 1).products == {}, "one row has products of its own"
     assert base_variant(spec, 256).products == {}, "so have many"
@@ -92,6 +94,7 @@ def test_each_product_is_varied_by_itself(spec) -> None:
     groups = [[label.split("=")[0] for label, _ in choice] for choice in found]
     names = ["qkv", "o", "gate_up", "down", "head"]
     assert [set(group) for group in groups if group] == [{name} for name in names]
+    assert any(label.startswith("down=held,") for label in labels(found))
     for _, change in found[2]:
         changed = change(base)
         others = {key: tile for key, tile in changed.products.items() if key != (960, 576)}
