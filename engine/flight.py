@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from engine.residency import Residency
 from engine.rows import Phase, RowIndex
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(NamedTuple):
     """A step that was planned and is not completed yet.
 
     rows, sample_rows: int64; rows of the plan, and those that yield a token, in order.
@@ -37,19 +36,21 @@ def make_flight(
     t = residency.rows
     num_decode = len(decode)
     rows = decode
-    num_new = np.ones(num_decode + len(chunks), np.int32)
-    sample = np.ones(num_decode + len(chunks), np.bool_)
+    num_new = t.one_token[:num_decode]
+    sample = t.all_sample[:num_decode]
     if chunks:
         chunk_rows, chunk_lens = zip(*chunks, strict=True)
         rows = np.concatenate([decode, np.array(chunk_rows, np.int64)])
-        num_new[num_decode:] = chunk_lens
+        num_new = np.concatenate([num_new, np.array(chunk_lens, np.int32)])
     num_computed = t.computed[rows]
     done = num_computed + num_new
     sample_rows = rows
-    if chunks or t.replays_by_decode:
+    samples_all = not (chunks or t.replays_by_decode)
+    if not samples_all:
         sample = done == t.length[rows]
         sample_rows = rows[sample]
-    _end_prompts(residency, rows[num_decode:], done[num_decode:])
+    if chunks:
+        _end_prompts(residency, rows[num_decode:], done[num_decode:])
     t.computed[rows] = done
     started = _count_tokens(residency, sample_rows)
     block_rows, block_cols, block_ids = t.take_changes()
@@ -64,6 +65,7 @@ def make_flight(
         num_new=num_new,
         sample=sample,
         num_decode=num_decode,
+        samples_all=samples_all,
     )
     num_tokens = num_decode + sum(length for _, length in chunks)
     return Flight(plan, rows, sample_rows, started, num_tokens)
@@ -73,8 +75,6 @@ def _end_prompts(residency: Residency, rows: RowIndex, done: IntArray) -> None:
     """Rows (int64 [C]) whose prompt is computed when they are `done` (int32 [C]) decode from now
     on.
     """
-    if len(rows) == 0:
-        return
     t = residency.rows
     ends = np.minimum(t.length[rows], t.chunk_end[rows])
     for row in rows[done == ends].tolist():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,11 @@ from engine.prefix import distrust_row, register_next_blocks
 from engine.residency import Residency
 from engine.rows import STOP_WIDTH, RowIndex
 
-_STOP, _LENGTH, _ERROR = int(Finish.STOP), int(Finish.LENGTH), int(Finish.ERROR)
+_STOP, _LENGTH, _ERROR = (np.uint8(f) for f in (Finish.STOP, Finish.LENGTH, Finish.ERROR))
 _REGISTER_PER_STEP = 32  # rows that enter a full output block into the prefix cache in one step
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one step gave: arrays for `StepEvents`, one entry a token or an end, in order."""
 
     step_id: int
@@ -75,8 +74,7 @@ def _find_ends(
 ) -> npt.NDArray[np.uint8]:
     """uint8 [S]: how each of these tokens ends its run, if it does."""
     t = residency.rows
-    finish = np.zeros(len(rows), np.uint8)
-    finish[position + 1 >= t.limit[rows]] = _LENGTH
+    finish = np.multiply(position + 1 >= t.limit[rows], _LENGTH)
     for column in t.stop_ids[: min(t.max_stop_ids, STOP_WIDTH)]:
         stops = column[rows] == token_ids
         if np.count_nonzero(stops):

@@ -11,7 +11,7 @@ launched before the host has seen it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,7 @@ class NewRow:
     min_position: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step. R rows; the first num_decode rows compute one token each; the rest are prompt
     chunks.
 
@@ -53,7 +52,7 @@ class StepPlan:
     step. num_new int32 [R]: tokens to compute, at positions num_computed .. num_computed + num_new
     - 1. sample bool [R]: the row's last position yields a token, written at position num_computed
     + num_new. block_rows, block_cols, block_ids int32 [D]: changed block table entries, applied
-    before the step.
+    before the step. samples_all: every row has `sample` set; where it is not set nothing is said.
     """
 
     step_id: int
@@ -66,10 +65,10 @@ class StepPlan:
     num_new: IntArray
     sample: BoolArray
     num_decode: int
+    samples_all: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """Tokens of one step, in the order of the plan's rows with sample set.
 
     token_ids int32 [S]. bad bool [S]: the row's logits were not finite, its token means nothing.

@@ -209,6 +209,7 @@ class Residency:
             cols = t.num_blocks[need]
             t.table[need, cols] = ids
             t.num_blocks[need] = cols + 1
+            t.has_changes = True
             t.capacity[need] += t.block_size
             return
         num_claimed = 0

@@ -8,7 +8,7 @@ steps will have produced, so they run ahead of the ids known on the host.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,13 @@ def _flags(count: int) -> BoolArray:
     return np.zeros(count, np.bool_)
 
 
+def _ones(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
+    """What the decode rows of a step compute; read-only, since plans hold pieces of it."""
+    ones = np.ones(count, kind)
+    ones.flags.writeable = False
+    return ones
+
+
 class RowTable:
     """Arrays indexed by row, for as many rows and tokens as a runner has room for."""
 
@@ -73,6 +80,7 @@ class RowTable:
         self.chunk_end = _ints(num_rows)  # tokens from here on are computed by decode rows
         self.num_blocks = _ints(num_rows)
         self.num_told = _ints(num_rows)  # leading blocks that the runner's table has
+        self.has_changes = False  # whether a row may have blocks that it has not
         self.capacity = _ints(num_rows)  # num_blocks * block_size
         self.num_registered = _ints(num_rows)  # leading blocks offered to the prefix cache
         self.next_register = _ints(num_rows)  # (num_registered + 1) * block_size
@@ -86,6 +94,7 @@ class RowTable:
         self.salt = [0] * num_rows
         self.tail: list[KeyTail] = [NO_TAIL] * num_rows
         self.chain = [ROOT] * num_rows  # prefix cache serial of the last registered block
+        self.one_token, self.all_sample = (_ones(num_rows, kind) for kind in (np.int32, np.bool_))
         self.requests: list[Request | None] = [None] * num_rows
         self.row_of: dict[int, int] = {}  # live runs only
         self._free = list(range(num_rows - 1, -1, -1))
@@ -188,6 +197,7 @@ class RowTable:
         start = int(self.num_blocks[row])
         self.table[row, start : start + len(blocks)] = blocks
         self.num_blocks[row] = start + len(blocks)
+        self.has_changes = True
         self.capacity[row] = (start + len(blocks)) * self.block_size
 
     def take_changes(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -197,7 +207,10 @@ class RowTable:
         Read from the tables as they are now: a row may gain, lose and gain blocks between two
         plans, and only the last of it counts.
         """
-        rows = np.flatnonzero(self.num_blocks != self.num_told)
+        rows = _NO_ROWS
+        if self.has_changes:
+            rows = np.flatnonzero(self.num_blocks != self.num_told)
+            self.has_changes = False
         if len(rows) == 0:
             return _NONE, _NONE, _NONE
         told = self.num_told[rows]
@@ -245,3 +258,4 @@ class RowTable:
 
 
 _NONE: IntArray = np.zeros(0, np.int32)
+_NO_ROWS: RowIndex = np.zeros(0, np.int64)

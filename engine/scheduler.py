@@ -195,7 +195,8 @@ class Scheduler:
             rows = rows[rows == lone]
         if len(rows) > budget:
             rows = np.sort(rows[np.argsort(t.order[rows])[:budget]])
-        lacking = rows[t.computed[rows] >= t.capacity[rows]]
+        is_full = t.computed >= t.capacity  # of all rows: less work than to gather these of both
+        lacking = rows[is_full[rows]]
         if len(lacking):
             self._residency.grow(lacking)
             rows = rows[t.decodable[rows] & (t.computed[rows] < t.capacity[rows])]

@@ -7,6 +7,7 @@ kernel but the first may start while the one before runs.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from engine.gpu.buffers import SharedBuffers
@@ -81,8 +82,8 @@ class DecodeGraph(CapturedStep):
         view[3, :num_rows] = plan.rows
         view[3, num_rows:] = -1
         view[4, :num_rows] = plan.num_computed
-        view[5] = -1
-        view[5, :num_rows][plan.sample] = plan.rows[plan.sample]
+        view[5, num_rows:] = -1
+        view[5, :num_rows] = plan.rows if plan.samples_all else np.where(plan.sample, plan.rows, -1)
         return num_rows
 
     def run(self, slots: StepSlots) -> None:

@@ -14,6 +14,7 @@ model does, there are sizes for more rows and longer prompts too.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -131,8 +132,10 @@ class GraphCache:
     def _key(self, plan: StepPlan, kind: SampleKind) -> Key | None:
         num_rows = len(plan.rows)
         if plan.num_decode == num_rows:
-            size = _round_up(self._decode_sizes, num_rows)
-            return None if size is None else ("decode", size, 0, kind)
+            index = bisect_left(self._decode_sizes, num_rows)
+            if index == len(self._decode_sizes):
+                return None
+            return ("decode", self._decode_sizes[index], 0, kind)
         if plan.num_decode and not self._is_small_mix(plan):
             return None
         num_tokens = int(plan.num_new.sum())

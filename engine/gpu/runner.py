@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,7 @@ from engine.gpu.staging import NUM_SLOTS
 from engine.plan import RunnerInfo, StepPlan, StepResult
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(NamedTuple):
     """A launched step: where its tokens will be on the host."""
 
     step_id: int
@@ -66,14 +65,15 @@ class GpuRunner:
         if len(self._flights) > NUM_SLOTS - 2:
             raise PlanError(f"step {plan.step_id} launched with {len(self._flights)} in flight")
         self._tables.take_over(plan.new_rows)
-        kind = SampleKind(self._tables.kinds[plan.rows[plan.sample]].max(initial=0))
+        sampled = plan.rows if plan.samples_all else plan.rows[plan.sample]
+        kind = SampleKind(self._tables.kinds[sampled].max(initial=0))
         graph = self._graphs.find(plan, kind)
         picked = None
         host = self._slots.next_inputs()
         if graph is not None:
             num_results = graph.fill(plan, host)
             graph.replay()
-            if not graph.packs_results and not plan.sample.all():
+            if not (graph.packs_results or plan.samples_all or plan.sample.all()):
                 picked = np.flatnonzero(plan.sample)
         else:
             num_results = self._packed.run(plan, kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,7 +53,7 @@ def first_plan(prompt: list[int], **sizes: int) -> StepPlan:
 def test_a_wrong_plan_is_refused(change: dict[str, object], message: str) -> None:
     runner = make_runner()
     with pytest.raises(PlanError, match=message):
-        runner.launch(replace(first_plan([1, 2, 3, 4, 5, 6]), **change))  # type: ignore[arg-type]
+        runner.launch(first_plan([1, 2, 3, 4, 5, 6])._replace(**change))
 
 
 def test_a_block_overwritten_under_a_row_is_noticed() -> None:
