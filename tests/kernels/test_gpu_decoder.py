@@ -191,6 +191,7 @@ def test_a_captured_prompt_step_with_padding_gives_the_reference_logits(tmp_path
     assert torch.equal(written, used)
 
 
+@pytest.mark.usefixtures("row_by_row_dots")
 def test_fixed_products_give_a_row_the_same_bits_in_every_step(tmp_path) -> None:
     """A prompt alone, packed behind another one, and cut in two: the same logits and tokens."""
     f = Fixture(tmp_path, FAMILIES["qwen3"], deterministic=True)

@@ -192,6 +192,7 @@ def test_fixed_linear_matches_float64(dtype, m, n, k) -> None:
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("row_by_row_dots")
 def test_fixed_linear_gives_a_row_the_same_bits_whatever_m_is() -> None:
     """Row 0 alone and first of 5, 64, 65, 129 and 300; a row in the middle equals itself alone."""
     dtype = DTYPES[-1]
@@ -269,6 +270,7 @@ def test_fixed_linear_with_an_activation_matches_float64(dtype, fusion, m, n, k)
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("row_by_row_dots")
 def test_an_activation_gives_a_row_the_same_bits_whatever_m_is() -> None:
     """By the tiles that each number of rows gets, and at any place among the others."""
     x, weight, _ = arguments(300, 96, 160, "glu", DTYPES[-1])

@@ -93,6 +93,7 @@ def test_decode_matches_float64_on_ragged_lengths(
     assert out[2].isnan().all(), "padding was written"
 
 
+@pytest.mark.usefixtures("row_by_row_dots")
 @pytest.mark.parametrize("window", [0, 150])
 def test_a_row_has_the_same_bits_at_every_granularity(window) -> None:
     """One tile per item, one group per item and a whole row per item do the same arithmetic.

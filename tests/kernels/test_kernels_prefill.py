@@ -46,6 +46,7 @@ def test_prefill_matches_float64_on_ragged_prompts_with_prefixes(
     assert out[bounds[-1] :].isnan().all(), "tokens beyond the last entry were written"
 
 
+@pytest.mark.usefixtures("row_by_row_dots")
 def test_a_token_has_the_same_bits_however_its_prompt_is_cut() -> None:
     dtype = DTYPES[-1]
     caches = make_cache(1, 96, 16, 2, 64, dtype)

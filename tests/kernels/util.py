@@ -45,17 +45,12 @@ def _let_numpy_2_4_index_by_scalars() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def _dot_row_by_row() -> None:
-    """A row of a product has the same bits wherever it stands, as on the GPU; what BLAS does at a
-    tile's edge depends on the processor."""
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
-        numbers = [tensor.data.astype(d.data.dtype, copy=False) for tensor in (a, b)]
-        product = np.einsum("...mk,...kn->...mn", *numbers)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_dot = create_dot
+def dot_row_by_row(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    """The interpreter's `create_dot` without BLAS: a row of a product has the same bits wherever it
+    stands, as on the GPU. What BLAS does at a tile's edge depends on the processor."""
+    numbers = [tensor.data.astype(d.data.dtype, copy=False) for tensor in (a, b)]
+    product = np.einsum("...mk,...kn->...mn", *numbers)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 _let_numpy_2_4_index_by_scalars()
-_dot_row_by_row()
