@@ -164,7 +164,7 @@ def all_parts(s: Setting) -> list[Part]:
     deterministic = ["--deterministic"] if not s.is_dry else []
     return [
         Part("compile", 120, compile_commands(s), at_once=True, interprets=False),
-        Part("tests", 170, test_commands(s), at_once=True),
+        Part("tests", 240, test_commands(s), at_once=True),
         *sweep_parts(s),
         Part(
             "kernels",

@@ -59,9 +59,10 @@ def held_tile(m: int, n: int, k: int, element_bytes: int, glu: bool) -> HeldTile
     shared memory does not hold it."""
     if element_bytes != 2:
         return None
-    most, tile = _HELD_TILES.get((n, k), (0, None))
-    if (n, k) not in _HELD_TILES and n <= 4096 and k <= 1024:
-        most, tile = 8, HeldTile(16 if glu or n <= 1024 else 32, 1, 4)
+    entry = _HELD_TILES.get((n, k))
+    if entry is None and n <= 4096 and k <= 1024:  # a shape that nobody measured
+        entry = 8, HeldTile(16 if glu or n <= 1024 else 32, 1, 4)
+    most, tile = entry or (0, None)
     if tile is None or m > most or not fits(tile.shared_bytes(m, k, element_bytes, glu)):
         return None
     return tile
