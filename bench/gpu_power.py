@@ -31,7 +31,6 @@ from kernels.gemv import gemv
 from kernels.prefill import prefill_attention
 from kernels.small_gemm import MAX_SMALL_M, small_linear
 from kernels.split_k import new_gemm_workspace
-from kernels.tiles import decode_tile
 from ops.bench.kernel_inputs import (
     DEVICE,
     DTYPE,
@@ -39,6 +38,7 @@ from ops.bench.kernel_inputs import (
     ModelShape,
     decode_plan_for,
     decode_set,
+    engine_tile,
     random,
 )
 from ops.bench.kernel_timing import num_sets, time_calls
@@ -196,10 +196,11 @@ def kernels(sizes: Sizes) -> dict[str, Callable[[], list[Call]]]:
 
 
 def _decode_attention(sizes: Sizes) -> list[Call]:
+    """As a decode step launches it, its new tokens inside."""
     s = sizes.shape
     lengths = [sizes.context] * sizes.decode_rows
-    inputs = decode_set(lengths, s.num_q_heads, s.num_kv_heads, s.head_dim, BLOCK_SIZE)
-    plan = decode_plan_for(inputs, decode_tile(s.head_dim, DTYPE, sizes.decode_rows))
+    inputs = decode_set(lengths, s, BLOCK_SIZE)
+    plan = decode_plan_for(inputs, engine_tile(s, sizes.decode_rows))
     return [partial(inputs.run, *plan)]
 
 
@@ -227,7 +228,7 @@ def _gate_up(shape: ModelShape, rows: int, name: str) -> list[Call]:
 
 def _prompt_attention(sizes: Sizes) -> list[Call]:
     s, lengths = sizes.shape, [sizes.prompt_len] * sizes.prompts
-    inputs = decode_set(lengths, s.num_q_heads, s.num_kv_heads, s.head_dim, BLOCK_SIZE)
+    inputs = decode_set(lengths, s, BLOCK_SIZE)
     q = random(sum(lengths), s.num_q_heads, s.head_dim)
     bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
     return [

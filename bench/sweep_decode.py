@@ -2,8 +2,8 @@
 
     python -m bench.sweep_decode [--compile-part I/N] [--seconds S]
 
-With --compile-part each configuration runs once on a tiny batch, so that N processes fill the
-compile cache.
+Each tile is timed as a decode step launches it, new tokens inside. With --compile-part each
+configuration runs once on a tiny batch, so that N processes fill the compile cache.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ NAMES = [
 
 def compile_part(part: int, parts: int) -> None:
     """Run every parts-th configuration once on one short row."""
-    shapes = [(32, 8, 128), (32, 4, 128), (16, 8, 128), (9, 3, 64)]
+    shapes = [inputs.QWEN3_8B, cases.QWEN3_8B_4KV, inputs.QWEN3_06B, inputs.SMOLLM2]
     jobs = list(itertools.product(shapes, TILES))
-    for (q_heads, kv_heads, head_dim), tile in jobs[part::parts]:
-        call = inputs.decode_set([70], q_heads, kv_heads, head_dim, 64)
+    for shape, tile in jobs[part::parts]:
+        call = inputs.decode_set([70], shape, 64)
         call.run(*inputs.decode_plan_for(call, tile))
 
 
@@ -67,14 +67,14 @@ def sweep(
     """Time each tile on each case; best first within a case."""
     began = time.monotonic()
     results: list[dict[str, Any]] = []
-    by_name = {case[0]: case for case in cases.DECODE_CASES}
+    by_name = {case.name: case for case in cases.DECODE_CASES}
     for case in [by_name[name] for name in names or NAMES]:
         found: list[dict[str, Any]] = []
         for tile in TILES[:limit]:
             if time.monotonic() - began > seconds:
                 break
-            row = cases.decode_rows(*case, tile=tile, with_baseline=False)
-            found.append({"case": case[0], "us": round(row.timing.p50_us, 2), "tile": str(tile)})
+            row = cases.decode_row(case, tile, with_baseline=False)
+            found.append({"case": case.name, "us": round(row.timing.p50_us, 2), "tile": str(tile)})
         found.sort(key=lambda record: float(record["us"]))
         results.extend(found)
     return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,73 +17,90 @@ from kernels.prefill import prefill_attention
 from kernels.rope import rope_kv_write, rope_tables
 from kernels.sampler import new_sampler_workspace, sample
 from kernels.sampling_tables import new_sampling_tables
-from kernels.tiles import DecodeTile, PrefillTile, decode_tile
+from kernels.tiles import DecodeTile, PrefillTile
 from ops.bench.kernel_inputs import (
     DEVICE,
     DTYPE,
+    QWEN3_06B,
+    QWEN3_8B,
+    SMOLLM2,
     ModelShape,
     decode_plan_for,
     decode_set,
+    engine_tile,
     random,
 )
 from ops.bench.kernel_timing import Row, make_row, num_sets, time_calls
 
-DECODE_CASES: list[tuple[str, list[int], int, int, int, bool]] = [
-    # name, lengths, query heads, kv heads, head size, inputs stay in L2
-    ("32x8.b32.kv4096", [4096] * 32, 32, 8, 128, False),
-    ("32x4.b1.kv1024.warm", [1024], 32, 4, 128, True),
-    ("32x8.b1.kv1152", [1152], 32, 8, 128, False),
-    ("32x8.b8.kv1152", [1152] * 8, 32, 8, 128, False),
-    ("32x8.b64.kv1152", [1152] * 64, 32, 8, 128, False),
-    ("32x8.b256.kv1152", [1152] * 256, 32, 8, 128, False),
-    ("32x8.b64.ragged16-4096", [16 + (i * 1543) % 4081 for i in range(64)], 32, 8, 128, False),
-    ("16x8.b1.kv1152", [1152], 16, 8, 128, False),
-    ("16x8.b4.kv1152", [1152] * 4, 16, 8, 128, False),
-    ("16x8.b8.kv1152", [1152] * 8, 16, 8, 128, False),
-    ("16x8.b16.kv1152", [1152] * 16, 16, 8, 128, False),
-    ("16x8.b256.kv1152", [1152] * 256, 16, 8, 128, False),
-    ("9x3.b1.kv1152", [1152], 9, 3, 64, False),
-    ("9x3.b8.kv1152", [1152] * 8, 9, 3, 64, False),
-    ("9x3.b64.kv1152", [1152] * 64, 9, 3, 64, False),
-    ("9x3.b256.kv1152", [1152] * 256, 9, 3, 64, False),
-    ("32x8.b1.kv32768", [32768], 32, 8, 128, False),
+QWEN3_8B_4KV = replace(QWEN3_8B, name="qwen3-8b-4kv", num_kv_heads=4)
+"""Groups of eight heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCase:
+    """One batch of decode attention. stays_in_cache: its inputs stay in L2. turned_before: not as
+    the engine launches it, but with queries that are turned and keys and values that are kept
+    already; what the others take more is what turning and keeping costs."""
+
+    name: str
+    seq_lens: list[int]
+    shape: ModelShape
+    stays_in_cache: bool = False
+    turned_before: bool = False
+
+    @property
+    def tile(self) -> DecodeTile:
+        """What the engine takes."""
+        return engine_tile(self.shape, len(self.seq_lens))
+
+    @property
+    def note(self) -> str:
+        """For result lines: what is inside."""
+        return "queries turned before, no new tokens" if self.turned_before else "new tokens inside"
+
+
+RAGGED = [16 + (i * 1543) % 4081 for i in range(64)]
+DECODE_CASES = [
+    DecodeCase("32x8.b32.kv4096", [4096] * 32, QWEN3_8B),
+    DecodeCase("32x4.b1.kv1024.warm", [1024], QWEN3_8B_4KV, stays_in_cache=True),
+    *(DecodeCase(f"32x8.b{n}.kv1152", [1152] * n, QWEN3_8B) for n in (1, 8, 64, 256)),
+    DecodeCase("32x8.b64.ragged16-4096", RAGGED, QWEN3_8B),
+    *(DecodeCase(f"16x8.b{n}.kv1152", [1152] * n, QWEN3_06B) for n in (1, 4, 8, 16, 256)),
+    *(DecodeCase(f"9x3.b{n}.kv1152", [1152] * n, SMOLLM2) for n in (1, 8, 64, 256)),
+    DecodeCase("32x8.b1.kv32768", [32768], QWEN3_8B),
+    DecodeCase("32x8.b32.kv4096.turned_before", [4096] * 32, QWEN3_8B, turned_before=True),
+    DecodeCase("32x4.b1.kv1024.warm.turned_before", [1024], QWEN3_8B_4KV, True, True),
 ]
 
 
-def decode_rows(
-    name: str,
-    seq_lens: list[int],
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    stays_in_cache: bool,
-    tile: DecodeTile | None = None,
-    with_baseline: bool = True,
-) -> Row:
-    """Decode attention beside SDPA over contiguous keys of the same lengths."""
-    if tile is None:
-        tile = decode_tile(head_dim, DTYPE, len(seq_lens))
-    kv_bytes = 4 * sum(seq_lens) * num_kv_heads * head_dim
-    count = 1 if stays_in_cache else num_sets(kv_bytes)
-    sets = [decode_set(seq_lens, num_q_heads, num_kv_heads, head_dim, 64) for _ in range(count)]
-    plan, workspace = decode_plan_for(sets[0], tile)
+def decode_row(case: DecodeCase, tile: DecodeTile | None = None, with_baseline: bool = True) -> Row:
+    """Decode attention as the engine launches it, beside SDPA over contiguous keys of the same
+    lengths. tile: None: the engine's. The floor counts each token's keys and values once, and new
+    ones once more, which are written."""
+    shape, lengths = case.shape, case.seq_lens
+    heads, kv_heads, d = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
+    kv_bytes = 4 * sum(lengths) * kv_heads * d
+    new_bytes = 0 if case.turned_before else 4 * len(lengths) * kv_heads * d
+    count = 1 if case.stays_in_cache else num_sets(kv_bytes)
+    sets = [decode_set(lengths, shape, 64, case.turned_before) for _ in range(count)]
+    plan, workspace = decode_plan_for(sets[0], tile or case.tile)
     timing = time_calls([partial(s.run, plan, workspace) for s in sets])
-    baseline_us = math.nan
-    if with_baseline and len(set(seq_lens)) == 1:
-        shape = (len(seq_lens), num_kv_heads, seq_lens[0], head_dim)
-        caches = [(random(*shape), random(*shape)) for _ in range(count)]
-        q = sets[0].q.view(len(seq_lens), num_q_heads, 1, head_dim)
+    baseline, baseline_us = "", math.nan
+    if with_baseline and len(set(lengths)) == 1:
+        kv_shape = (len(lengths), kv_heads, lengths[0], d)
+        caches = [(random(*kv_shape), random(*kv_shape)) for _ in range(count)]
+        q = random(len(lengths), heads, 1, d)
         calls = [partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in caches]
-        baseline_us = time_calls(calls, replays=5).p50_us
-    flops = 4.0 * sum(seq_lens) * num_q_heads * head_dim
-    label = "sdpa" if baseline_us == baseline_us else ""
-    return make_row(f"decode.{name}", timing, kv_bytes, flops, label, baseline_us)
+        baseline, baseline_us = "sdpa", time_calls(calls, replays=5).p50_us
+    flops = 4.0 * sum(lengths) * heads * d
+    name = f"decode.{case.name}"
+    return make_row(name, timing, kv_bytes + new_bytes, flops, baseline, baseline_us, case.note)
 
 
 def prefill_row(lengths: list[int], shape: ModelShape, tile: PrefillTile | None = None) -> Row:
     """Prompt attention beside SDPA (causal, contiguous)."""
     heads, kv_heads, d = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
-    inputs = decode_set(lengths, heads, kv_heads, d, 64)
+    inputs = decode_set(lengths, shape, 64)
     total = sum(lengths)
     bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
     q, out = random(total, heads, d), torch.empty(total, heads, d, dtype=DTYPE, device=DEVICE)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from kernels.decode_partials import DecodeWorkspace, new_decode_workspace
 from kernels.decode_plan import DecodePlan, new_decode_plan, plan_decode
+from kernels.new_tokens import NewTokens
 from kernels.paged_decode import paged_decode
-from kernels.tiles import DecodeTile
+from kernels.rope import rope_tables
+from kernels.tiles import DecodeTile, decode_tile
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -21,7 +24,8 @@ bfloat16 products are wrong."""
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of one model, for benchmarks."""
+    """Sizes of one model, for benchmarks; head_norms: queries and keys are normed before they are
+    turned."""
 
     name: str
     hidden: int
@@ -31,6 +35,7 @@ class ModelShape:
     head_dim: int
     num_layers: int
     vocab_size: int
+    head_norms: bool = False
 
     @property
     def linear_layers(self) -> list[tuple[str, int, int]]:
@@ -45,8 +50,8 @@ class ModelShape:
         ]
 
 
-QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 32, 8, 128, 36, 151936)
-QWEN3_06B = ModelShape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 28, 151936)
+QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 32, 8, 128, 36, 151936, head_norms=True)
+QWEN3_06B = ModelShape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 28, 151936, head_norms=True)
 SMOLLM2 = ModelShape("smollm2-135m", 576, 1536, 9, 3, 64, 30, 49152)
 
 
@@ -57,19 +62,28 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSet:
-    """Inputs of one decode attention call."""
+    """Inputs of one decode attention call: qkv rows [B, (HQ + 2 HKV) * D] as they come from the
+    projection, and what their new tokens are turned with, as the engine passes them. Without
+    new_tokens queries count as turned, and new keys and values as kept."""
 
-    q: torch.Tensor
+    qkv: torch.Tensor
     out: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     tables: torch.Tensor
     rows: torch.Tensor
     seq_lens: torch.Tensor
+    new_tokens: NewTokens | None
+
+    @property
+    def q(self) -> torch.Tensor:
+        """The queries [B, HQ, D], a view of the rows."""
+        return self.qkv[:, : self.out[0].numel()].view(self.out.shape)
 
     def run(self, plan: DecodePlan, workspace: DecodeWorkspace) -> None:
-        """Launch the kernel once, with the plan's tile."""
-        scale = self.q.shape[2] ** -0.5
+        """Launch the kernel once, with the plan's tile. Rows stay as they are, so each launch does
+        the same work again."""
+        scale = self.out.shape[2] ** -0.5
         paged_decode(
             self.out,
             self.q,
@@ -82,13 +96,15 @@ class DecodeSet:
             workspace,
             scale,
             pdl=True,
+            new_tokens=self.new_tokens,
         )
 
 
 def decode_set(
-    seq_lens: list[int], num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    seq_lens: list[int], shape: ModelShape, block_size: int, turned_before: bool = False
 ) -> DecodeSet:
-    """Random caches behind random block tables."""
+    """Random rows, and random caches behind random block tables. turned_before: without new
+    tokens."""
     batch_size = len(seq_lens)
     max_blocks = -(-max(seq_lens) // block_size)
     num_blocks = sum(-(-n // block_size) for n in seq_lens)
@@ -99,23 +115,42 @@ def decode_set(
         count = -(-seq_len // block_size)
         tables[row, :count] = order[used : used + count]
         used += count
-    cache = (num_blocks, block_size, num_kv_heads, head_dim)
-    q = random(batch_size, num_q_heads, head_dim)
+    head_dim = shape.head_dim
+    kv_shape = (num_blocks, block_size, shape.num_kv_heads, head_dim)
+    out_shape = (batch_size, shape.num_q_heads, head_dim)
     return DecodeSet(
-        q=q,
-        out=torch.full_like(q, math.nan),
-        k_cache=random(*cache),
-        v_cache=random(*cache),
+        qkv=random(batch_size, (shape.num_q_heads + 2 * shape.num_kv_heads) * head_dim),
+        out=torch.full(out_shape, math.nan, dtype=DTYPE, device=DEVICE),
+        k_cache=random(*kv_shape),
+        v_cache=random(*kv_shape),
         tables=tables.to(DEVICE),
         rows=torch.arange(batch_size, dtype=torch.int32, device=DEVICE),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        new_tokens=None if turned_before else _new_tokens(shape, max(seq_lens)),
     )
+
+
+def _new_tokens(shape: ModelShape, max_len: int) -> NewTokens:
+    """Norms of one layer, with the angles that all layers share."""
+    q_norm, k_norm = (random(shape.head_dim) if shape.head_norms else None for _ in range(2))
+    return NewTokens(*_angles(shape.head_dim, max_len), q_norm, k_norm)
+
+
+@cache
+def _angles(head_dim: int, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = rope_tables(head_dim, max_len)
+    return cos.to(DEVICE), sin.to(DEVICE)
+
+
+def engine_tile(shape: ModelShape, num_rows: int) -> DecodeTile:
+    """The tile of decode attention that the engine takes for a batch, in any order of sums."""
+    return decode_tile(shape.head_dim, DTYPE, num_rows, hidden_size=shape.hidden)
 
 
 def decode_plan_for(inputs: DecodeSet, tile: DecodeTile) -> tuple[DecodePlan, DecodeWorkspace]:
     """A filled plan and its workspace for one batch, in any order of sums."""
     processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count if HAS_GPU else 2
-    num_q_heads, head_dim = inputs.q.shape[1:]
+    num_q_heads, head_dim = inputs.out.shape[1:]
     num_kv_heads = inputs.k_cache.shape[2]
     programs = processors * tile.programs_per_sm
     plan = new_decode_plan(len(inputs.rows), tile, programs, 8192, DEVICE, in_order=False)

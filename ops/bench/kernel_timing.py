@@ -88,7 +88,8 @@ def _new_event() -> torch.cuda.Event:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One line of the table. floor_us: bytes over the copy rate or operations over the matmul rate,
-    whichever is longer. baseline_us: torch beside it, NaN where there is none."""
+    whichever is longer. baseline_us: torch beside it, NaN where there is none. note: what else the
+    line says of what was measured."""
 
     name: str
     timing: Timing
@@ -97,6 +98,7 @@ class Row:
     flops: float
     baseline: str = ""
     baseline_us: float = float("nan")
+    note: str = ""
 
     def as_dict(self) -> dict[str, float | str]:
         """Flat values for JSON."""
@@ -111,6 +113,7 @@ class Row:
             "tflop_s": round(self.flops / p50 / 1e6, 1),
             "baseline": self.baseline,
             "baseline_us": round(self.baseline_us, 2) if self.baseline else -1.0,
+            **({"note": self.note} if self.note else {}),
         }
 
 
@@ -121,10 +124,11 @@ def make_row(
     flops: float = 0.0,
     baseline: str = "",
     baseline_us: float = float("nan"),
+    note: str = "",
 ) -> Row:
     """A row with its floor worked out."""
     floor = max(bytes_moved / (COPY_TB_S * 1e6), flops / (MATMUL_TFLOP_S * 1e6))
-    return Row(name, timing, floor, bytes_moved, flops, baseline, baseline_us)
+    return Row(name, timing, floor, bytes_moved, flops, baseline, baseline_us, note)
 
 
 def format_table(rows: list[Row]) -> str:

@@ -2,7 +2,9 @@
 beside it.
 
 Needs a CUDA device. Prints a table, then one JSON line. Timing: ops/bench/kernel_timing.py;
-cases: kernel_cases.py, product_cases.py.
+cases: kernel_cases.py, product_cases.py. Decode attention is launched as a decode step launches
+it: with the tile of the model's size, from rows as they come from the projection, turning queries
+and keys itself and keeping the new keys and values (but for the lines `turned_before`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def rows_of(groups: set[str]) -> Iterator[object]:
 
     if "decode" in groups:
         for case in cases.DECODE_CASES:
-            yield cases.decode_rows(*case)
+            yield cases.decode_row(case)
     if "prefill" in groups:
         for lengths in ([1024], [1024] * 8, [8192]):
             yield cases.prefill_row(lengths, inputs.QWEN3_8B)
