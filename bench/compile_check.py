@@ -34,6 +34,7 @@ from engine.gpu.staging import StepSlots
 from engine.loader import read_spec
 from engine.model.spec import ModelSpec
 from engine.model.weights import assemble, named_shapes
+from kernels.product_tiles import max_fused_rows
 from kernels.split_k import new_gemm_workspace
 from ops.bench.shapes import SHAPES, write_shape
 
@@ -54,7 +55,7 @@ def parts_of(
     decoder = GpuDecoder(
         spec, weights, new_kv_memory(spec, 64, limits.block_size, dtype, META),
         tables.block_table, tables.token_table,
-        Linears(deterministic, new_gemm_workspace(META)),
+        Linears(deterministic, new_gemm_workspace(META), max_fused_rows(spec.hidden_size)),
     )  # fmt: skip
     attention_plans.num_processors = lambda device: NUM_PROCESSORS
     return decoder, tables, new_shared_buffers(spec, limits, dtype, META, deterministic)

@@ -29,7 +29,8 @@ from bench.report import ResultFile
 from kernels.fixed_gemm import fixed_linear
 from kernels.gemv import gemv
 from kernels.prefill import prefill_attention
-from kernels.small_gemm import MAX_SMALL_M, small_linear
+from kernels.product_tiles import max_fused_rows
+from kernels.small_gemm import small_linear
 from kernels.split_k import new_gemm_workspace
 from ops.bench.kernel_inputs import (
     DEVICE,
@@ -189,7 +190,8 @@ def kernels(sizes: Sizes) -> dict[str, Callable[[], list[Call]]]:
         "copy": partial(_copy, sizes),
     }
     for rows in sizes.product_rows:
-        for name in ("cublas", "fixed", *(["fused"] if rows <= MAX_SMALL_M else [])):
+        is_fused = rows <= max_fused_rows(sizes.shape.hidden)
+        for name in ("cublas", "fixed", *(["fused"] if is_fused else [])):
             found[f"gate_up.m{rows}.{name}"] = partial(_gate_up, sizes.shape, rows, name)
     prompts = f"prompt_attention.{sizes.prompts}x{sizes.prompt_len}"
     return found | {prompts: partial(_prompt_attention, sizes)}

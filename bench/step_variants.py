@@ -22,7 +22,7 @@ from bench.sweep_gemm import gemm_tiles, held_tiles
 from engine.gpu.attention_plans import MAX_SLOTS, AttentionPlans, Plans, num_processors
 from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.graph_cache import decode_sizes
-from engine.gpu.linear import MAX_FUSED_ROWS, Linears
+from engine.gpu.linear import Linears
 from engine.gpu.row_tables import SampleKind
 from engine.gpu.runner import GpuRunner
 from engine.loop import EngineLoop
@@ -30,6 +30,7 @@ from engine.model.spec import ModelSpec
 from kernels.decode_plan import new_decode_plan
 from kernels.deferred_norm import ScaledInput
 from kernels.held_gemm import HeldTile
+from kernels.product_tiles import max_fused_rows
 from kernels.small_gemm import ProductTile, product_tile, small_linear
 from kernels.tiles import DecodeTile, decode_tile, shared_percent
 from ops.bench.load import Workload
@@ -99,7 +100,7 @@ def graph_size(rows: int) -> int:
 def base_variant(spec: ModelSpec, size: int, dtype: torch.dtype = torch.bfloat16) -> Variant:
     """What the engine takes by itself."""
     products = {}
-    if 1 < size <= MAX_FUSED_ROWS:
+    if 1 < size <= max_fused_rows(spec.hidden_size):
         for name, (n, k) in product_shapes(spec).items():
             products[n, k] = product_tile(size, n, k, dtype.itemsize, name == "gate_up")
     return Variant(
@@ -141,7 +142,8 @@ def choices(
         return found
     if not base.products:
         raise ValueError(
-            f"rows {rows}: products have tiles of small_linear for 2 to {MAX_FUSED_ROWS} rows"
+            f"rows {rows}: products have tiles of small_linear for 2 to"
+            f" {max_fused_rows(spec.hidden_size)} rows"
         )
     for name, (n, k) in product_shapes(spec).items():
         shape = (graph_size(rows), n, k, name == "gate_up")
@@ -233,7 +235,9 @@ class StepTimer:
         decoder, tables, buffers, block_size, slots = self._cache._parts
         tiled = copy.copy(decoder)  # the same weights and cache
         own = decoder.linears
-        tiled.linears = TiledLinears(own.deterministic, own.workspace, variant.products)
+        tiled.linears = TiledLinears(
+            own.deterministic, own.workspace, own.max_fused_rows, variant.products
+        )
         plans = self._plans(variant.attention, buffers.attention.of(self._size))
         buffers = replace(buffers, attention=AttentionPlans(((self._size, plans),)))
         graph = VariantGraph(

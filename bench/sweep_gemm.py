@@ -20,10 +20,10 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.gemv import gemv
 from kernels.held_gemm import MAX_HELD_M, HeldTile
+from kernels.product_tiles import GemvTile, SmallGemmTile
 from kernels.shared_memory import TABLE_BYTES
 from kernels.small_gemm import small_linear
 from kernels.split_k import new_gemm_workspace
-from kernels.tiles import GemvTile, SmallGemmTile
 from ops.bench import kernel_inputs as inputs
 from ops.bench.kernel_timing import num_sets, time_calls
 

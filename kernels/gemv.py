@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.activation import silu_mul_values
 from kernels.pdl import pdl_options
-from kernels.tiles import GemvTile, gemv_tile
+from kernels.product_tiles import GemvTile, gemv_tile
 
 
 @triton.jit

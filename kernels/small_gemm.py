@@ -24,11 +24,11 @@ from kernels.held_gemm import HeldTile, held_linear, held_tile
 from kernels.norm import rms_norm
 from kernels.pdl import pdl_options, prefetch_l2
 from kernels.product_end import ProductEnd, end_product
+from kernels.product_tiles import SmallGemmTile, small_gemm_tile
 from kernels.shared_memory import fitting_stages
 from kernels.split_k import GemmWorkspace, add_parts
-from kernels.tiles import SmallGemmTile, small_gemm_tile
 
-MAX_SMALL_M = 64
+MAX_SMALL_M = 256
 
 ProductTile = SmallGemmTile | HeldTile
 
@@ -72,6 +72,7 @@ def _small_gemm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
@@ -81,8 +82,21 @@ def _small_gemm_kernel(
 ):
     """x and weight: pointers, or with TMA descriptors; weight_ptr: a pointer always."""
     SPLIT_LEN: tl.constexpr = ((K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K)) * BLOCK_K
-    block = tl.program_id(0)
+    # Row tiles of a column tile are neighbours: they share its weights in the L2 cache.
+    block = tl.program_id(0) // ROW_TILES
     k_begin = tl.program_id(1) * SPLIT_LEN
+    row_tile = 0
+    if ROW_TILES > 1:
+        row_tile = tl.program_id(0) % ROW_TILES
+        first = row_tile * BLOCK_M
+        num_tokens -= first
+        out_ptr += first * out_stride
+        residual_ptr += first * residual_stride
+        x_squares_ptr += first * x_squares_stride
+        scaled_ptr += first * scaled_stride
+        squares_ptr += first * squares_stride
+        if not TMA:
+            x += first * x_stride
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_K)
@@ -117,7 +131,7 @@ def _small_gemm_kernel(
     k_end = min(k_begin + SPLIT_LEN, K)
     if TMA:
         acc, up_acc = sum_by_descriptors(
-            x, weight, 0, block, k_begin, k_end, num_rows,
+            x, weight, row_tile, block, k_begin, k_end, num_rows,
             BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOT_PRECISION, GLU,
         )  # fmt: skip
     else:
@@ -131,7 +145,7 @@ def _small_gemm_kernel(
     is_final = True
     if SPLIT_K > 1:
         acc, is_final = add_parts(
-            acc, partial_ptr, block, tl.program_id(1), SPLIT_K, BLOCK_M, BLOCK_N
+            acc, partial_ptr, tl.program_id(0), tl.program_id(1), SPLIT_K, BLOCK_M, BLOCK_N
         )
     if is_final:
         end_product(
@@ -211,9 +225,10 @@ def small_linear(
         x = norm_scratch
     if tile is None:
         tile = product_tile(num_tokens, num_rows, k, x.element_size(), glu)
-    num_blocks = triton.cdiv(num_rows, tile.block_n)
+    num_blocks, block_m = triton.cdiv(num_rows, tile.block_n), _block_m(num_tokens)
     scaled_out = None if next_norm is None else next_norm.input_of(num_blocks)
-    if glu or not workspace.holds(num_blocks, tile.split_k, _block_m(num_tokens) * tile.block_n):
+    num_tiles = num_blocks * triton.cdiv(num_tokens, block_m)
+    if glu or not workspace.holds(num_tiles, tile.split_k, block_m * tile.block_n):
         tile = replace(tile, split_k=1)
     end = ProductEnd(bias, residual, squares, next_norm, eps, glu)
     if isinstance(tile, HeldTile):
@@ -239,8 +254,8 @@ def _looped_linear(
 ) -> None:
     """`small_linear` by a loop over K."""
     block_m, size, num_rows = _block_m(len(x)), x.element_size(), end.num_outputs(weight)
-    tma = tile.tma and takes_descriptors(x, weight)
-    _small_gemm_kernel[(triton.cdiv(num_rows, tile.block_n), tile.split_k)](
+    tma, row_tiles = tile.tma and takes_descriptors(x, weight), triton.cdiv(len(x), block_m)
+    _small_gemm_kernel[(triton.cdiv(num_rows, tile.block_n) * row_tiles, tile.split_k)](
         out,
         tiles_of(x, block_m, tile.block_k) if tma else x,
         tiles_of(weight, tile.block_n, tile.block_k) if tma else weight,
@@ -250,6 +265,7 @@ def _looped_linear(
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        ROW_TILES=row_tiles,
         SPLIT_K=tile.split_k,
         STAGES=fitting_stages(tile.num_stages, tile.stage_bytes(block_m, end.glu, size)),
         PREFETCH_LINES=max(tile.block_k * size // 128, 1) * tile.prefetch_tiles,

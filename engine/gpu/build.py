@@ -23,6 +23,7 @@ from engine.gpu.step_costs import step_costs
 from engine.loader import LoadedModel, ProgressCallback, load_dummy, load_model, read_spec
 from engine.model.spec import ModelSpec
 from engine.plan import RunnerInfo
+from kernels.product_tiles import max_fused_rows
 from kernels.sampling_tables import MAX_STOP_IDS
 from kernels.split_k import new_gemm_workspace
 
@@ -86,7 +87,7 @@ def _assemble(
         cache,
         tables.block_table,
         tables.token_table,
-        Linears(config.deterministic, new_gemm_workspace(device)),
+        Linears(config.deterministic, new_gemm_workspace(device), max_fused_rows(spec.hidden_size)),
     )
     buffers = new_shared_buffers(spec, limits, dtype, device, config.deterministic)
     graphs = GraphCache(decoder, tables, buffers, limits)

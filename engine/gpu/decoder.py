@@ -27,7 +27,7 @@ from kernels.decode_plan import plan_decode
 from kernels.deferred_norm import NextNorm, ScaledInput
 from kernels.embedding import embed
 from kernels.new_tokens import NewTokens
-from kernels.norm import rms_norm
+from kernels.norm import add_parts_norm, rms_norm
 from kernels.paged_decode import paged_decode
 from kernels.prefill import prefill_attention
 from kernels.rope import rope_kv_write, rope_tables
@@ -79,9 +79,8 @@ class GpuDecoder:
             return
         # Each of our kernels may start early, since each waits. A cuBLAS kernel among them starts
         # and ends as usual: what follows it starts when it has ended.
-        for index, layer in enumerate(self._weights.layers):
-            self._plain_layer(index, layer, a, work, None, pdl=True)
-        self._plain_head(a.normed, a.hidden, logits, pdl=True)
+        self._plain_layers(a, work, None, self.spec.num_layers, pdl=True)
+        self.linears.plain(logits, a.normed, self._head(), pdl=True)
 
     def packed(
         self,
@@ -94,21 +93,21 @@ class GpuDecoder:
         """Any step: T rows of activations -> logits float32 [S, V] of the sampled tokens."""
         self._embed(a, pdl=False)
         ends_early = not self.linears.deterministic
-        layers = self._weights.layers
-        for index, layer in enumerate(layers[:-1] if ends_early else layers):
-            self._plain_layer(index, layer, a, decode, prompts)
+        self._plain_layers(a, decode, prompts, self.spec.num_layers - ends_early)
         if ends_early:
             self._keep_last_kv(a)
-        hidden, num_sampled = a.hidden, len(sampled.tokens)
-        a = replace(
-            a.first(num_sampled), hidden=head.hidden[:num_sampled], normed=head.normed[:num_sampled]
-        )
+        num_sampled = len(sampled.tokens)
+        hidden, normed = head.hidden[:num_sampled], head.normed[:num_sampled]
         logits = head.logits[:num_sampled]
         if num_sampled:
-            gather_rows(hidden, sampled.tokens, a.hidden)
             if ends_early:
-                self._sampled_layer(a, sampled)
-            self._plain_head(a.normed, a.hidden, logits)
+                gather_rows(a.hidden, sampled.tokens, hidden)
+                self._sampled_layer(
+                    replace(a.first(num_sampled), hidden=hidden, normed=normed), sampled
+                )
+            else:
+                gather_rows(a.normed, sampled.tokens, normed)
+            self.linears.plain(logits, normed, self._head())
         return logits
 
     # --- parts ---
@@ -172,18 +171,32 @@ class GpuDecoder:
             return None
         return NextNorm(norm, a.normed, a.squares, self.spec.rms_norm_eps)
 
+    def _plain_layers(
+        self,
+        a: Activations,
+        decode: DecodeWork | None,
+        prompts: PromptWork | None,
+        num_layers: int,
+        pdl: bool = False,
+    ) -> None:
+        """The first layers, with products of cuBLAS or fixed ones; normed is then what the norm
+        behind them makes of hidden."""
+        layers = self._weights.layers
+        rms_norm(a.normed, a.hidden, layers[0].attn_norm, self.spec.rms_norm_eps, pdl=pdl)
+        for index in range(num_layers):
+            self._plain_layer(index, a, decode, prompts, pdl)
+
     def _plain_layer(
         self,
         index: int,
-        layer: LayerWeights,
         a: Activations,
         decode: DecodeWork | None,
         prompts: PromptWork | None,
         pdl: bool = False,
     ) -> None:
-        """One layer with a norm and an activation of their own where products are cuBLAS's."""
-        plain, eps = self.linears.plain, self.spec.rms_norm_eps
-        rms_norm(a.normed, a.hidden, layer.attn_norm, eps, pdl=pdl)
+        """One layer, from normed and hidden to those of the next one."""
+        layers, plain = self._weights.layers, self.linears.plain
+        layer, is_last = layers[index], index + 1 == len(layers)
         plain(a.qkv, a.normed, _dense(layer.qkv), layer.qkv_bias, pdl=pdl)
         if prompts is not None or self.linears.deterministic:
             self._rope(index, layer, a, pdl=pdl)
@@ -191,15 +204,27 @@ class GpuDecoder:
             self._attend_decode(index, a, decode, pdl=pdl)
         if prompts is not None:
             self._attend_prompts(index, a, prompts)
-        plain(a.hidden, a.attended, _dense(layer.o), residual=a.hidden, pdl=pdl)
-        rms_norm(a.normed, a.hidden, layer.mlp_norm, eps, pdl=pdl)
+        self._add_and_norm(a, a.attended, _dense(layer.o), layer.mlp_norm, pdl)
         self._gate_up(a, _dense(layer.gate_up), pdl)
-        plain(a.hidden, a.gated, _dense(layer.down), residual=a.hidden, pdl=pdl)
+        next_norm = self._weights.final_norm if is_last else layers[index + 1].attn_norm
+        self._add_and_norm(a, a.gated, _dense(layer.down), next_norm, pdl)
+
+    def _add_and_norm(
+        self, a: Activations, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, pdl: bool
+    ) -> None:
+        """hidden += x W^T; normed = the norm of that."""
+        eps, num_parts = self.spec.rms_norm_eps, self.linears.norm_parts(len(x), weight)
+        if num_parts > 1:
+            parts = a.parts_of(num_parts)
+            self.linears.plain_parts(parts, x, weight)
+            add_parts_norm(a.normed, a.hidden, parts, norm, eps, pdl=pdl)
+        else:
+            self.linears.plain(a.hidden, x, weight, residual=a.hidden, pdl=pdl)
+            rms_norm(a.normed, a.hidden, norm, eps, pdl=pdl)
 
     def _keep_last_kv(self, a: Activations) -> None:
-        """Keys and values of the last layer, all that later steps need of it."""
+        """Keys and values of the last layer from normed, all that later steps need of it."""
         index, layer, begin = self.spec.num_layers - 1, self._weights.layers[-1], self.spec.q_size
-        rms_norm(a.normed, a.hidden, layer.attn_norm, self.spec.rms_norm_eps)
         bias = layer.qkv_bias[begin:] if layer.qkv_bias is not None else None
         self.linears.plain(a.qkv[:, begin:], a.normed, _dense(layer.qkv)[begin:], bias)
         self._rope(index, layer, a, pdl=False)
@@ -213,7 +238,9 @@ class GpuDecoder:
         window = self.spec.windows[index]
         plan_decode(sampled.plans[window][0], sampled.seq_lens, num_kv_heads, window=window)
         work = DecodeWork(sampled.rows, sampled.seq_lens, sampled.plans)
-        self._plain_layer(index, self._weights.layers[index], a, work, None)
+        norm = self._weights.layers[index].attn_norm
+        rms_norm(a.normed, a.hidden, norm, self.spec.rms_norm_eps)
+        self._plain_layer(index, a, work, None)
 
     def _gate_up(self, a: Activations, weight: torch.Tensor, pdl: bool) -> None:
         """gated = silu(normed Wg^T) * normed Wu^T."""
@@ -222,12 +249,6 @@ class GpuDecoder:
         else:
             self.linears.plain(a.gate_up, a.normed, weight, pdl=pdl)
             silu_mul(a.gated, a.gate_up, pdl=pdl)
-
-    def _plain_head(
-        self, normed: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor, pdl: bool = False
-    ) -> None:
-        rms_norm(normed, hidden, self._weights.final_norm, self.spec.rms_norm_eps, pdl=pdl)
-        self.linears.plain(logits, normed, self._head(), pdl=pdl)
 
     def _rope(self, index: int, layer: LayerWeights, a: Activations, pdl: bool) -> None:
         """Keys and values of all tokens into the cache, though decode attention may keep its own

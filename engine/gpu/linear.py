@@ -9,11 +9,13 @@ import torch
 from kernels.deferred_norm import NextNorm, ScaledInput
 from kernels.fixed_gemm import fixed_linear
 from kernels.fixed_tiles import has_glu_tile
+from kernels.norm import norm_parts
 from kernels.small_gemm import small_linear
 from kernels.split_k import GemmWorkspace
 
 MAX_FUSED_ROWS = 64
-"""Up to here one launch of ours does norm, product and residual, and beats cuBLAS's three."""
+"""Up to here one launch of ours does norm, product and residual, and beats cuBLAS's three, in
+models of any size; `kernels.tiles.max_fused_rows` says how far it does in this one."""
 
 GLU_FROM_ROWS = 2048
 """From here on fixed tiles with the activation in their end take the place of cuBLAS and a launch
@@ -27,10 +29,11 @@ class Linears:
 
     deterministic: bool
     workspace: GemmWorkspace
+    max_fused_rows: int = MAX_FUSED_ROWS
 
     def is_fused(self, num_rows: int) -> bool:
         """Whether `fused` takes this many rows."""
-        return not self.deterministic and num_rows <= MAX_FUSED_ROWS
+        return not self.deterministic and num_rows <= self.max_fused_rows
 
     def shares_norms(self, num_rows: int, dtype: torch.dtype) -> bool:
         """Whether fused products of this many rows have the norms between them in their ends.
@@ -47,6 +50,11 @@ class Linears:
         if num_rows < GLU_FROM_ROWS or weight.dtype.itemsize != 2:
             return False
         return has_glu_tile(num_rows, weight.shape[0] // 2, weight.shape[1])
+
+    def norm_parts(self, num_rows: int, weight: torch.Tensor) -> int:
+        """Parts of K that `plain_parts` cuts a product of so many rows before a norm into; 1: it is
+        as quick whole."""
+        return 1 if self.deterministic else norm_parts(num_rows, *weight.shape)
 
     def fused(
         self,
@@ -115,3 +123,14 @@ class Linears:
             torch.addmm(added, x, weight.t(), out=out)
         else:
             torch.mm(x, weight.t(), out=out)
+
+    def plain_parts(self, parts: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """parts float32 [P, M, N] = products of P equal pieces of K of x [M, K] and weight [N, K],
+        whose sum is x W^T; P divides K. One call of cuBLAS."""
+        count, (rows, k), columns = len(parts), x.shape, len(weight)
+        pieces = x.view(rows, count, k // count).transpose(0, 1)
+        weights = weight.view(columns, count, k // count).permute(1, 2, 0)
+        if x.dtype == parts.dtype:
+            torch.bmm(pieces, weights, out=parts)
+        else:
+            torch.ops.aten.bmm.dtype_out(pieces, weights, parts.dtype, out=parts)

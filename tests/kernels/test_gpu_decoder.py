@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from broker.ring.records import Sampling
-from engine.gpu import linear
+from engine.gpu import activations, linear
 from engine.gpu.buffers import SharedBuffers, new_shared_buffers
 from engine.gpu.decode_graph import DecodeGraph
 from engine.gpu.decoder import GpuDecoder
@@ -47,7 +47,7 @@ PLAIN = SampleKind.PLAIN
 class Fixture:
     """A tiny model in transformers and in the GPU decoder, over one small cache."""
 
-    def __init__(self, directory, config, deterministic=False) -> None:
+    def __init__(self, directory, config, deterministic=False, max_fused_rows=64) -> None:
         torch.manual_seed(0)
         self.reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.reference.save_pretrained(directory)
@@ -59,7 +59,7 @@ class Fixture:
         cache.v.fill_(torch.finfo(cache.v.dtype).max)  # finite, as everything in it
         self.decoder = GpuDecoder(
             self.spec, loaded.weights, cache, self.tables.block_table, self.tables.token_table,
-            Linears(deterministic, new_gemm_workspace(DEVICE)),
+            Linears(deterministic, new_gemm_workspace(DEVICE), max_fused_rows),
         )  # fmt: skip
         self.buffers: SharedBuffers = new_shared_buffers(
             self.spec, LIMITS, torch.float32, DEVICE, same_bits=deterministic
@@ -96,6 +96,7 @@ def _plan(step_id, blocks, rows, computed, new, *, sample) -> StepPlan:
     ("family", "products"),
     [
         *((family, {}) for family in FAMILIES),
+        ("qwen2", {"max_fused_rows": 0}),
         ("qwen3", {"deterministic": True}),
     ],
     ids=str,
@@ -133,6 +134,35 @@ def test_prompt_chunks_then_decode_rows_give_the_reference_logits(
     assert f.buffers.out_tokens[1] == int(logits[1].argmax())
 
 
+def test_products_in_parts_before_each_norm_give_the_reference_logits(
+    tmp_path, monkeypatch
+) -> None:
+    """Of prompts and of decode rows, with poison where the parts stand."""
+    counts = []
+    plain_parts = Linears.plain_parts
+
+    def noted(self, parts, x, weight):
+        counts.append(len(parts))
+        plain_parts(self, parts.fill_(float("nan")), x, weight)
+
+    monkeypatch.setattr(Linears, "plain_parts", noted)
+    for module in (linear, activations):
+        monkeypatch.setattr(module, "norm_parts", lambda num_rows, n, k: 2)
+    f = Fixture(tmp_path, FAMILIES["qwen3"], max_fused_rows=0)
+    ids = np.random.default_rng(7).integers(0, 131, 21).astype(np.int32)
+    f.tables.take_over([NewRow(1, ids, len(ids), Sampling(), NONE, 0)])
+    f.packed.run(_plan(1, [(1, 0, 3), (1, 1, 4)], [1], [0], [20], sample=True), PLAIN)
+    torch.testing.assert_close(
+        f.buffers.head.logits[0].cpu(), f.expected(ids[:20]), rtol=0, atol=1e-4
+    )
+    graph = DecodeGraph(2, PLAIN, f.decoder, f.tables, f.buffers, LIMITS.block_size, f.slots)
+    f.tables.token_table[1, 20] = int(ids[20])
+    f.run_captured(graph, _plan(2, [], [1], [20], [1], sample=True))
+    torch.testing.assert_close(f.buffers.head.logits[0].cpu(), f.expected(ids), rtol=0, atol=1e-4)
+    # Two a layer: the first, the last for its sampled token, both again.
+    assert counts == [2] * 2 * (1 + 1 + 2)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_decode_rows_share_norms_between_products_the_same_in_every_run(
     tmp_path, monkeypatch, family: str
@@ -163,6 +193,7 @@ def test_norms_are_shared_between_fused_products_of_several_rows_but_in_float16(
     free = Linears(False, new_gemm_workspace(DEVICE))
     assert free.shares_norms(2, torch.bfloat16)
     assert free.shares_norms(64, torch.float32)
+    assert Linears(False, free.workspace, 256).shares_norms(256, torch.bfloat16)
     assert not free.shares_norms(1, torch.bfloat16)
     assert not free.shares_norms(65, torch.bfloat16)
     assert not free.shares_norms(2, torch.float16), "a large output times its weight overflows"

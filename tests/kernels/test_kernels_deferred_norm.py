@@ -7,9 +7,9 @@ import torch
 
 from kernels.deferred_norm import NextNorm, ScaledInput, new_squares
 from kernels.norm import rms_norm_ref
+from kernels.product_tiles import SmallGemmTile, small_gemm_tile
 from kernels.small_gemm import small_linear, small_linear_ref
 from kernels.split_k import EMPTY, new_gemm_workspace
-from kernels.tiles import SmallGemmTile
 from tests.kernels.util import (
     DEVICE,
     DTYPES,
@@ -59,7 +59,9 @@ class Producer:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fusion", ["plain", "bias+residual", "glu"])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 70, 96), (3, 71, 96), (17, 48, 160), (64, 33, 64)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 70, 96), (3, 71, 96), (17, 48, 160), (64, 33, 64), (130, 20, 64)]
+)
 def test_a_product_leaves_its_outputs_times_the_weight_and_their_squares(
     dtype, fusion, m, n, k
 ) -> None:
@@ -73,14 +75,15 @@ def test_a_product_leaves_its_outputs_times_the_weight_and_their_squares(
     assert torch.equal(scaled[:m], (out[:m].float() * producer.weight.float()).to(dtype))
     assert relative_error(found.squares.sum(1), out[:m].double().square().sum(1)) < 1e-6
     num_tiles = found.squares.shape[1]
-    assert num_tiles == -(-n // 16), "the default tile of so few columns has 16"
+    columns = small_gemm_tile(m, n, k, dtype.itemsize).block_n
+    assert num_tiles == -(-n // columns)
     assert squares[:m, num_tiles:].isnan().all()
     assert all(buffer[m:].isnan().all() for buffer in (out, scaled, squares))
 
 
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("split_k", [2, 3])
-@pytest.mark.parametrize("m", [5, 20])
+@pytest.mark.parametrize("m", [5, 20, 70])
 def test_the_last_part_of_k_leaves_them_once_and_the_same_in_every_run(m, split_k, tma) -> None:
     dtype, tile = DTYPES[-1], SmallGemmTile(32, 64, split_k, 4, 2, tma=tma)
     x, weight, options = product(m, 70, 352, "residual", dtype)
@@ -108,6 +111,7 @@ def test_the_last_part_of_k_leaves_them_once_and_the_same_in_every_run(m, split_
         (5, 2100, 33),  # 132 tiles: more than are added at a time for up to 16 rows
         (33, 590, 70),  # 37 tiles: more than that for more rows
         (64, 96, 33),
+        (130, 48, 20),  # three tiles of rows
     ],
 )
 def test_two_products_around_a_norm_match_float64(dtype, fusion, m, hidden, n) -> None:

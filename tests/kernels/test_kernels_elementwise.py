@@ -9,7 +9,7 @@ from kernels.activation import silu_mul, silu_mul_ref
 from kernels.deferred_norm import NextNorm, new_squares
 from kernels.embedding import embed, embed_ref
 from kernels.inputs import expand_inputs, expand_inputs_ref
-from kernels.norm import rms_norm, rms_norm_ref
+from kernels.norm import MAX_PARTS_ROWS, add_parts_norm, norm_parts, rms_norm, rms_norm_ref
 from kernels.rope import rope_kv_write, rope_ref, rope_tables
 from tests.kernels.test_kernels_paged_decode import ints
 from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
@@ -24,6 +24,32 @@ def test_rms_norm_matches_float64(dtype, rows, columns) -> None:
     assert relative_error(out, rms_norm_ref(x, weight, 1e-6, torch.float64)) < TOLERANCE[dtype]
     rms_norm(x, x, weight, 1e-6)
     assert torch.equal(x, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("parts", "rows", "columns"), [(2, 5, 123), (3, 2, 576), (1, 1, 1024)])
+def test_parts_are_added_to_the_stream_and_the_sum_is_normed(dtype, parts, rows, columns) -> None:
+    wide = randn(rows, 2 * columns, dtype=dtype)
+    hidden, weight = wide[:, :columns], randn(columns, dtype=dtype, seed=1)
+    behind = wide[:, columns:].clone()
+    pieces = randn(parts, rows, columns, dtype=torch.float32, seed=2)
+    expected = hidden.double() + pieces.double().sum(0)
+    normed = poisoned(rows, columns, dtype=dtype)
+    add_parts_norm(normed, hidden, pieces, weight, 1e-6)
+    assert relative_error(hidden, expected) < TOLERANCE[dtype]
+    assert torch.equal(wide[:, columns:], behind)
+    # Of the sum as it was rounded, bit for bit what a norm by itself makes of it.
+    alone = poisoned(rows, columns, dtype=dtype)
+    rms_norm(alone, hidden, weight, 1e-6)
+    assert torch.equal(normed, alone)
+
+
+def test_products_are_cut_into_parts_where_they_are_deep_and_the_model_is_wide() -> None:
+    assert norm_parts(80, 4096, 12288) == norm_parts(MAX_PARTS_ROWS, 4096, 14336) == 2
+    assert norm_parts(MAX_PARTS_ROWS + 1, 4096, 12288) == 1, "prompts have tiles enough"
+    assert norm_parts(80, 4096, 4096) == 1
+    assert norm_parts(80, 1024, 3072) == 1
+    assert norm_parts(80, 4096, 12289) == 1, "parts are equal"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

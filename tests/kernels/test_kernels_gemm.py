@@ -22,9 +22,9 @@ from kernels.fixed_tiles import (
     read_table,
 )
 from kernels.held_gemm import HeldTile, held_tile
-from kernels.small_gemm import small_linear, small_linear_ref
+from kernels.product_tiles import SmallGemmTile, max_fused_rows, small_gemm_tile
+from kernels.small_gemm import MAX_SMALL_M, small_linear, small_linear_ref
 from kernels.split_k import EMPTY, new_gemm_workspace
-from kernels.tiles import SmallGemmTile, small_gemm_tile
 from tests.kernels.util import DEVICE, DTYPES, IS_NATIVE, TOLERANCE, poisoned, randn, relative_error
 
 FUSIONS = ["plain", "norm", "bias+residual", "norm+bias", "norm+glu"]
@@ -48,7 +48,8 @@ def arguments(m, n, k, fusion, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 70, 96), (1, 33, 576), (3, 70, 96), (17, 48, 160), (64, 33, 64)]
+    ("m", "n", "k"),
+    [(1, 70, 96), (1, 33, 576), (3, 70, 96), (17, 48, 160), (64, 33, 64), (150, 20, 64)],
 )
 def test_small_linear_matches_float64(dtype, fusion, m, n, k) -> None:
     x, weight, options = arguments(m, n, k, fusion, dtype)
@@ -61,15 +62,15 @@ def test_small_linear_matches_float64(dtype, fusion, m, n, k) -> None:
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("split_k", [2, 3, 4, 5])
-def test_split_k_adds_every_part_once_and_leaves_the_workspace_empty(fusion, split_k) -> None:
+@pytest.mark.parametrize(("m", "split_k"), [(5, 2), (5, 3), (5, 4), (5, 5), (70, 2)])
+def test_split_k_adds_every_part_once_and_leaves_the_workspace_empty(fusion, m, split_k) -> None:
     dtype = DTYPES[-1]
-    x, weight, options = arguments(5, 70, 352, fusion, dtype)
+    x, weight, options = arguments(m, 70, 352, fusion, dtype)
     workspace = new_gemm_workspace(torch.device(DEVICE))
     tile = SmallGemmTile(32, 64, split_k, 4, 2)
     for _ in range(2):
-        out = poisoned(5, 70, dtype=dtype)
-        scratch = poisoned(5, 352, dtype=dtype)
+        out = poisoned(m, 70, dtype=dtype)
+        scratch = poisoned(m, 352, dtype=dtype)
         small_linear(out, x, weight, workspace, **options, norm_scratch=scratch, tile=tile)
         expected = small_linear_ref(x, weight, **options, dtype=torch.float64)
         assert relative_error(out, expected) < TOLERANCE[dtype]
@@ -164,8 +165,8 @@ def test_small_linear_writes_float32_logits() -> None:
 
 def test_small_linear_refuses_what_it_is_not_made_for() -> None:
     workspace = new_gemm_workspace(torch.device(DEVICE))
-    x, weight, _ = arguments(65, 16, 16, "plain", torch.float32)
-    with pytest.raises(ValueError, match="up to 64 rows"):
+    x, weight, _ = arguments(257, 16, 16, "plain", torch.float32)
+    with pytest.raises(ValueError, match="up to 256 rows"):
         small_linear(poisoned(65, 16), x, weight, workspace)
     x, weight, options = arguments(3, 16, 16, "norm", torch.float32)
     with pytest.raises(ValueError, match="norm_scratch is None"):
@@ -362,3 +363,14 @@ def test_tiles_of_wide_models_without_a_line_of_their_own_fill_the_processors() 
     assert small_gemm_tile(64, 14336, 4096) == small_gemm_tile(64, 12288, 4096)
     assert small_gemm_tile(33, 4096, 12288) != small_gemm_tile(32, 4096, 12288)
     assert small_gemm_tile(16, 4096, 14336).block_n == 16, "few rows are little to read"
+
+
+def test_rows_beyond_64_have_tiles_of_their_own_or_wide_ones() -> None:
+    assert small_gemm_tile(65, 576, 1536) == small_gemm_tile(128, 576, 1536)
+    assert small_gemm_tile(129, 576, 1536) == small_gemm_tile(256, 576, 1536)
+    assert len({small_gemm_tile(m, 576, 1536) for m in (64, 128, 256)}) == 3
+    assert small_gemm_tile(256, 4096, 1024) == small_gemm_tile(128, 4096, 1024)
+    assert small_gemm_tile(256, 576, 576) == small_gemm_tile(64, 576, 576), "tried, none is faster"
+    assert small_gemm_tile(65, 640, 640).block_n == 64 > small_gemm_tile(64, 640, 640).block_n
+    assert [max_fused_rows(hidden) for hidden in (576, 1024, 2048, 4096)] == [256, 128, 64, 64]
+    assert MAX_SMALL_M == 256

@@ -18,8 +18,9 @@ from bench.step_variants import (
 from engine.gpu import attention_plans
 from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
+from kernels import product_tiles as product_tables
 from kernels import tiles as tables
-from kernels.tiles import SmallGemmTile
+from kernels.product_tiles import SmallGemmTile
 from ops.bench.load import Workload
 from tests.kernels.gpu_kit import VOCAB, interpret_graphs, make_runner
 
@@ -109,9 +110,9 @@ def test_a_refused_variant_leaves_the_engine_as_it_was(timer) -> None:
 
 
 def test_nothing_that_is_global_is_changed(timer) -> None:
-    before = (dict(tables._DECODE_TILES), dict(tables._SMALL_GEMM_TILES))
+    before = (dict(tables._DECODE_TILES), dict(product_tables._SMALL_GEMM_TILES))
     own = timer._loop.runner._buffers.attention
     timer.measure(replace(base_of(timer), share=30))
-    assert (dict(tables._DECODE_TILES), dict(tables._SMALL_GEMM_TILES)) == before
+    assert (dict(tables._DECODE_TILES), dict(product_tables._SMALL_GEMM_TILES)) == before
     assert timer._loop.runner._buffers.attention is own
     assert isinstance(own, attention_plans.AttentionPlans)

@@ -23,7 +23,8 @@ from bench.step_variants import (
 )
 from engine.loader import read_spec
 from kernels.held_gemm import HeldTile
-from kernels.tiles import DecodeGroups, DecodeTile, SmallGemmTile, small_gemm_tile
+from kernels.product_tiles import SmallGemmTile, small_gemm_tile
+from kernels.tiles import DecodeGroups, DecodeTile
 from ops.bench.load import Workload
 from ops.bench.shapes import write_shape
 
@@ -86,7 +87,12 @@ def test_the_base_is_what_the_tables_say(spec) -> None:
     assert base.products[576, 1536] == HeldTile(16, 2, 4), "what the engine takes"
     assert set(base.products) == set(product_shapes(spec).values())
     assert base_variant(spec, 1).products == {}, "one row has products of its own"
-    assert base_variant(spec, 256).products == {}, "so have many"
+    assert base_variant(spec, 256).products[960, 576] == small_gemm_tile(256, 960, 576)
+
+
+def test_a_base_whose_products_are_cublas_s_has_no_tiles_for_them(tmp_path) -> None:
+    wide = read_spec(write_shape("qwen3-8b", tmp_path))
+    assert base_variant(wide, 80).products == {}
 
 
 def test_each_product_is_varied_by_itself(spec) -> None:
