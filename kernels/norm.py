@@ -136,7 +136,7 @@ def add_parts_norm(
     _add_parts_norm_kernel[(num_rows,)](
         normed, hidden, parts, weight, num_columns,
         normed.stride(0), hidden.stride(0), parts.stride(0), parts.stride(1), eps,
-        PARTS=num_parts, BLOCK=block, num_warps=min(max(block // 512, 1), 8),
+        PARTS=num_parts, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
         **pdl_options(hidden, pdl),
     )  # fmt: skip
 
