@@ -55,7 +55,7 @@ def parts_of(
     decoder = GpuDecoder(
         spec, weights, new_kv_memory(spec, 64, limits.block_size, dtype, META),
         tables.block_table, tables.token_table,
-        Linears(deterministic, new_gemm_workspace(META), max_fused_rows(spec.hidden_size)),
+        Linears(deterministic, new_gemm_workspace(META), max_fused_rows(spec.hidden_size, dtype)),
     )  # fmt: skip
     attention_plans.num_processors = lambda device: NUM_PROCESSORS
     return decoder, tables, new_shared_buffers(spec, limits, dtype, META, deterministic)

@@ -190,7 +190,7 @@ def kernels(sizes: Sizes) -> dict[str, Callable[[], list[Call]]]:
         "copy": partial(_copy, sizes),
     }
     for rows in sizes.product_rows:
-        is_fused = rows <= max_fused_rows(sizes.shape.hidden)
+        is_fused = rows <= max_fused_rows(sizes.shape.hidden, DTYPE)
         for name in ("cublas", "fixed", *(["fused"] if is_fused else [])):
             found[f"gate_up.m{rows}.{name}"] = partial(_gate_up, sizes.shape, rows, name)
     prompts = f"prompt_attention.{sizes.prompts}x{sizes.prompt_len}"

@@ -100,7 +100,7 @@ def graph_size(rows: int) -> int:
 def base_variant(spec: ModelSpec, size: int, dtype: torch.dtype = torch.bfloat16) -> Variant:
     """What the engine takes by itself."""
     products = {}
-    if 1 < size <= max_fused_rows(spec.hidden_size):
+    if 1 < size <= max_fused_rows(spec.hidden_size, dtype):
         for name, (n, k) in product_shapes(spec).items():
             products[n, k] = product_tile(size, n, k, dtype.itemsize, name == "gate_up")
     return Variant(
@@ -143,7 +143,7 @@ def choices(
     if not base.products:
         raise ValueError(
             f"rows {rows}: products have tiles of small_linear for 2 to"
-            f" {max_fused_rows(spec.hidden_size)} rows"
+            f" {max_fused_rows(spec.hidden_size, torch.bfloat16)} rows"
         )
     for name, (n, k) in product_shapes(spec).items():
         shape = (graph_size(rows), n, k, name == "gate_up")

@@ -63,7 +63,7 @@ def rms_norm(
 
 
 MAX_NORM_PARTS = 2
-MAX_PARTS_ROWS = 256
+MIN_PARTS_ROWS, MAX_PARTS_ROWS = 65, 256
 
 
 def norm_parts(num_rows: int, n: int, k: int) -> int:
@@ -75,7 +75,8 @@ def norm_parts(num_rows: int, n: int, k: int) -> int:
     processors idle. In steps of smaller models parts gain nothing.
     """
     is_deep = k >= 2 * n and n >= WIDE_HIDDEN and k % MAX_NORM_PARTS == 0
-    return MAX_NORM_PARTS if is_deep and num_rows <= MAX_PARTS_ROWS else 1
+    has_rows = MIN_PARTS_ROWS <= num_rows <= MAX_PARTS_ROWS
+    return MAX_NORM_PARTS if is_deep and has_rows else 1
 
 
 @triton.jit

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from kernels.tiles import NUM_PROCESSORS, WIDE_HIDDEN
 
 
@@ -119,12 +121,13 @@ _SMALL_GEMM_TILES: dict[tuple[int, int, int], SmallGemmTile] = {
 }
 
 
-def max_fused_rows(hidden_size: int) -> int:
+def max_fused_rows(hidden_size: int, dtype: torch.dtype) -> int:
     """Rows up to which small_linear makes a model's decode steps faster than cuBLAS, with launches
-    for norms and activations between its products, does."""
-    if hidden_size < 1024:
-        return 256
-    return 128 if hidden_size == 1024 else 64
+    for norms and activations between its products, does. dtype: of the weights; of those that
+    cannot share norms (float16) or want exact products (float32) many rows were not measured."""
+    if hidden_size > 1024 or dtype != torch.bfloat16:
+        return 64
+    return 128 if hidden_size == 1024 else 256
 
 
 def small_gemm_tile(m: int, n: int, k: int, element_bytes: int = 2) -> SmallGemmTile:

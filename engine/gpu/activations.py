@@ -56,7 +56,9 @@ def new_activations(
     """Allocate buffers for num_tokens packed tokens; same_bits: no product is cuBLAS's."""
 
     depths = (spec.q_size, spec.intermediate_size)
-    has_parts = not same_bits and any(norm_parts(1, spec.hidden_size, k) > 1 for k in depths)
+    has_parts = not same_bits and any(
+        norm_parts(MAX_PARTS_ROWS, spec.hidden_size, k) > 1 for k in depths
+    )
     part_columns = MAX_NORM_PARTS * spec.hidden_size if has_parts else 0
 
     def matrix(columns: int) -> torch.Tensor:

@@ -87,7 +87,11 @@ def _assemble(
         cache,
         tables.block_table,
         tables.token_table,
-        Linears(config.deterministic, new_gemm_workspace(device), max_fused_rows(spec.hidden_size)),
+        Linears(
+            config.deterministic,
+            new_gemm_workspace(device),
+            max_fused_rows(spec.hidden_size, dtype),
+        ),
     )
     buffers = new_shared_buffers(spec, limits, dtype, device, config.deterministic)
     graphs = GraphCache(decoder, tables, buffers, limits)

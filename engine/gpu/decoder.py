@@ -213,7 +213,7 @@ class GpuDecoder:
         self, a: Activations, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, pdl: bool
     ) -> None:
         """hidden += x W^T; normed = the norm of that."""
-        eps, num_parts = self.spec.rms_norm_eps, self.linears.norm_parts(len(x), weight)
+        eps, num_parts = self.spec.rms_norm_eps, self.linears.norm_parts(len(x), *weight.shape)
         if num_parts > 1:
             parts = a.parts_of(num_parts)
             self.linears.plain_parts(parts, x, weight)

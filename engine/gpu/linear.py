@@ -15,7 +15,7 @@ from kernels.split_k import GemmWorkspace
 
 MAX_FUSED_ROWS = 64
 """Up to here one launch of ours does norm, product and residual, and beats cuBLAS's three, in
-models of any size; `kernels.tiles.max_fused_rows` says how far it does in this one."""
+models of any size; `kernels.product_tiles.max_fused_rows` says how far it does in this one."""
 
 GLU_FROM_ROWS = 2048
 """From here on fixed tiles with the activation in their end take the place of cuBLAS and a launch
@@ -51,10 +51,10 @@ class Linears:
             return False
         return has_glu_tile(num_rows, weight.shape[0] // 2, weight.shape[1])
 
-    def norm_parts(self, num_rows: int, weight: torch.Tensor) -> int:
-        """Parts of K that `plain_parts` cuts a product of so many rows before a norm into; 1: it is
-        as quick whole."""
-        return 1 if self.deterministic else norm_parts(num_rows, *weight.shape)
+    def norm_parts(self, num_rows: int, n: int, k: int) -> int:
+        """Parts of K that `plain_parts` cuts a product of so many rows and a weight [n, k] before a
+        norm into; 1: it is as quick whole."""
+        return 1 if self.deterministic else norm_parts(num_rows, n, k)
 
     def fused(
         self,

@@ -71,6 +71,7 @@ def _token_counts(spec: ModelSpec, dtype: torch.dtype, linears: Linears, most: i
 
     def products(tokens: int) -> Iterator[Hashable]:
         yield "any"  # one number of tokens at least
+        yield from (("parts", n, linears.norm_parts(tokens, n, k)) for n, k in shapes)
         if linears.deterministic:
             # Up to FEW_ROWS a product asks for its weights ahead, by whatever tile.
             few = tokens <= FEW_ROWS

@@ -47,6 +47,7 @@ def test_parts_are_added_to_the_stream_and_the_sum_is_normed(dtype, parts, rows,
 def test_products_are_cut_into_parts_where_they_are_deep_and_the_model_is_wide() -> None:
     assert norm_parts(80, 4096, 12288) == norm_parts(MAX_PARTS_ROWS, 4096, 14336) == 2
     assert norm_parts(MAX_PARTS_ROWS + 1, 4096, 12288) == 1, "prompts have tiles enough"
+    assert norm_parts(64, 4096, 12288) == 1, "not measured"
     assert norm_parts(80, 4096, 4096) == 1
     assert norm_parts(80, 1024, 3072) == 1
     assert norm_parts(80, 4096, 12289) == 1, "parts are equal"

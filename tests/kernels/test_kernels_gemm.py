@@ -372,5 +372,7 @@ def test_rows_beyond_64_have_tiles_of_their_own_or_wide_ones() -> None:
     assert small_gemm_tile(256, 4096, 1024) == small_gemm_tile(128, 4096, 1024)
     assert small_gemm_tile(256, 576, 576) == small_gemm_tile(64, 576, 576), "tried, none is faster"
     assert small_gemm_tile(65, 640, 640).block_n == 64 > small_gemm_tile(64, 640, 640).block_n
-    assert [max_fused_rows(hidden) for hidden in (576, 1024, 2048, 4096)] == [256, 128, 64, 64]
+    most = [max_fused_rows(hidden, torch.bfloat16) for hidden in (576, 1024, 2048, 4096)]
+    assert most == [256, 128, 64, 64]
+    assert {max_fused_rows(576, dtype) for dtype in (torch.float16, torch.float32)} == {64}
     assert MAX_SMALL_M == 256
