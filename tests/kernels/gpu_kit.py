@@ -85,6 +85,7 @@ def make_runner(
     spec = loaded.spec
     tables = RowTables(limits, spec.vocab_size, device)
     cache = new_kv_memory(spec, num_blocks, limits.block_size, torch.float32, device)
+    cache.k.fill_(float("nan"))  # not what was there, which may make the interpreter warn
     decoder = GpuDecoder(
         spec, loaded.weights, cache, tables.block_table, tables.token_table,
         Linears(deterministic, new_gemm_workspace(device)),
