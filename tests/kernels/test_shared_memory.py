@@ -25,7 +25,7 @@ print(max(kernel.shared_bytes for kernel in offline.compiled_kernels()))
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("arch", "shared_bytes"), [(89, 101_376)])
 def test_every_kernel_fits_a_gpu_with_less_shared_memory(arch, shared_bytes) -> None:
     """Triton refuses a kernel that does not fit when it is first launched."""
@@ -33,7 +33,7 @@ def test_every_kernel_fits_a_gpu_with_less_shared_memory(arch, shared_bytes) -> 
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "clients" / "python")])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(arch), str(shared_bytes)],
-        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=160,
+        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=580,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert 50_000 < int(done.stdout) <= shared_bytes
