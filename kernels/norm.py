@@ -12,6 +12,13 @@ from kernels.tiles import WIDE_HIDDEN
 
 
 @triton.jit
+def _normed(x, weight, num_columns, eps):
+    """A row x float32 [BLOCK], zeros behind its columns, times weight and by its root mean
+    square."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) / num_columns + eps) * weight
+
+
+@triton.jit
 def _rms_norm_kernel(
     out_ptr,
     x_ptr,
@@ -29,8 +36,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     pdl_begin(PDL)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / num_columns + eps)
-    out = x * scale * weight
+    out = _normed(x, weight, num_columns, eps)
     tl.store(out_ptr + row * out_stride + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -108,10 +114,9 @@ def _add_parts_norm_kernel(
         total += tl.load(part_at + part * part_stride, mask=mask, other=0.0)
     hidden = (residual.to(tl.float32) + total).to(residual.dtype)
     tl.store(hidden_at, hidden, mask=mask)
-    x = hidden.to(tl.float32)  # as a norm reads it that comes later
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / num_columns + eps)
-    normed = (x * scale * weight).to(normed_ptr.dtype.element_ty)
-    tl.store(normed_ptr + row * normed_stride + columns, normed, mask=mask)
+    normed = _normed(hidden.to(tl.float32), weight, num_columns, eps)  # of what later layers see
+    out_at = normed_ptr + row * normed_stride + columns
+    tl.store(out_at, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
 def add_parts_norm(

@@ -12,7 +12,15 @@ from kernels.inputs import expand_inputs, expand_inputs_ref
 from kernels.norm import MAX_PARTS_ROWS, add_parts_norm, norm_parts, rms_norm, rms_norm_ref
 from kernels.rope import rope_kv_write, rope_ref, rope_tables
 from tests.kernels.test_kernels_paged_decode import ints
-from tests.kernels.util import DEVICE, DTYPES, TOLERANCE, poisoned, randn, relative_error
+from tests.kernels.util import (
+    DEVICE,
+    DTYPES,
+    IS_NATIVE,
+    TOLERANCE,
+    poisoned,
+    randn,
+    relative_error,
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -38,10 +46,12 @@ def test_parts_are_added_to_the_stream_and_the_sum_is_normed(dtype, parts, rows,
     add_parts_norm(normed, hidden, pieces, weight, 1e-6)
     assert relative_error(hidden, expected) < TOLERANCE[dtype]
     assert torch.equal(wide[:, columns:], behind)
-    # Of the sum as it was rounded, bit for bit what a norm by itself makes of it.
+    # Of the sum as it was rounded, what a norm by itself makes of it: bit for bit where both add up
+    # squares in one order, which on a device their numbers of warps decide.
     alone = poisoned(rows, columns, dtype=dtype)
     rms_norm(alone, hidden, weight, 1e-6)
-    assert torch.equal(normed, alone)
+    rtol = 2 * torch.finfo(dtype).eps if IS_NATIVE else 0.0
+    torch.testing.assert_close(normed, alone, rtol=rtol, atol=0.0)
 
 
 def test_products_are_cut_into_parts_where_they_are_deep_and_the_model_is_wide() -> None:
